@@ -1,0 +1,43 @@
+# The README's two commands are `make demo` and `make test`. Each makes its own
+# environment in .venv if there is none; nothing else has to be installed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+TEST_ARGS ?=
+
+.PHONY: demo test long lint types examples bench all clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## train, be stopped, resume, and compare with a run that was never stopped
+	$(BIN)/python examples/demo.py
+
+test: $(READY)  ## all tests but the long variants
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" $(TEST_ARGS)
+
+long: $(READY)  ## the long variants
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(TEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck hooks/*.sh .ci/run
+
+types: $(READY)
+	$(BIN)/mypy
+
+examples: $(READY)  ## each example, stopped and resumed
+	$(BIN)/python -m pytest -m "not long" tests/test_examples.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/safe_point.py
+	$(BIN)/python benchmarks/save.py
+
+all: lint types test demo
+
+clean:
+	rm -rf .venv build dist demo-out *.egg-info

@@ -1,0 +1,168 @@
+"""What a user can set, in one place.
+
+An argument of `listening()` beats the environment, the environment beats the
+default. Everything is read once, in `listening()`; all bad values are named
+together, each with the variable, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import unquote, urlparse
+
+from migrator.errors import SettingsError
+from migrator.events import log
+
+Resume = Literal["auto", "never", "require"]
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often a save is made without a signal: after so many steps, or seconds, or never."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        if self.steps is not None:
+            return f"{self.steps} steps"
+        return "off" if self.seconds is None else f"{self.seconds:g} s"
+
+
+def _variable(name: str, default: str, doc: str, parse: Callable[[str], Any]) -> Any:
+    return field(metadata={"variable": name, "default": default, "doc": doc, "parse": parse})
+
+
+def _directory(text: str) -> Path:
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    if scheme and scheme.group(1) != "file":
+        raise ValueError(f"a directory or a file:// URL; this version has no storage for {scheme.group(1)}://")
+    if scheme:
+        text = unquote(urlparse(text).path)
+    if not text.strip():
+        raise ValueError("a directory or a file:// URL")
+    return Path(text).expanduser().absolute()
+
+
+def _file(text: str) -> Path:
+    if not text.strip() or text.endswith("/"):
+        raise ValueError("the path of a file")
+    return Path(text).expanduser().absolute()
+
+
+def _job(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", text):
+        raise ValueError("1 to 128 letters, digits, dots, dashes and underscores, no dot or dash in front")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 1 <= value <= 86400:
+        raise ValueError("seconds between 1 and 86400")
+    return value
+
+
+def _every(text: str) -> Every:
+    if text.strip().lower() == "off":
+        return Every()
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)(s|m|h)?", text.strip())
+    if match is None or float(match.group(1)) <= 0 or (match.group(2) is None and "." in match.group(1)):
+        raise ValueError("a number of steps (500), a time (30s, 10m, 2h) or off")
+    if match.group(2) is None:
+        return Every(steps=int(match.group(1)))
+    return Every(seconds=float(match.group(1)) * {"s": 1, "m": 60, "h": 3600}[match.group(2)])
+
+
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d{1,9}", text.strip()) or not low <= int(text) <= high:
+            raise ValueError(f"a whole number from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _resume(text: str) -> Resume:
+    if text not in ("auto", "never", "require"):
+        raise ValueError("auto, never or require")
+    return cast(Resume, text)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one life; `docs/settings.md` holds the same table, and a test compares them."""
+
+    ckpt: Path = _variable("MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory or file:// URL", _directory)
+    job: str = _variable("MIGRATOR_JOB", "default", "name of the job under the root", _job)
+    signal: Path = _variable(
+        "MIGRATOR_SIGNAL", "/tmp/migrator/signal", "the signal file, the same default in the hooks", _file
+    )
+    grace_s: float = _variable("MIGRATOR_GRACE_S", "30", "the pod's terminationGracePeriodSeconds", _seconds)
+    every: Every = _variable("MIGRATOR_EVERY", "10m", "save and go on: 500 (steps), 10m (or s, h), off", _every)
+    keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
+    exit_code: int = _variable("MIGRATOR_EXIT_CODE", "143", "exit code after leaving", _whole(0, 255))
+    resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
+    legacy_file: Path | None = None
+    """The `migration.pth` of the predecessor, if its variable named one."""
+
+
+ALIASES = {"MIGRATION_CKPT_PATH": "MIGRATOR_CKPT", "MIGRATION_SIGNAL_PATH": "MIGRATOR_SIGNAL"}
+"""Variables of the predecessor. `MIGRATION_CKPT_PATH` names a file: its directory is our root."""
+
+
+def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
+    """Settings from arguments, environment and defaults, or one `SettingsError` that lists all that is wrong."""
+    known = {f.name: f.metadata for f in fields(Settings) if f.metadata}
+    wrong = [
+        f"listening({name}=...): there is no such setting; there are {', '.join(known)}"
+        for name in arguments
+        if name not in known
+    ]
+    values: dict[str, Any] = {}
+    legacy = None
+    for name, meta in known.items():
+        given, where = arguments.get(name), f"listening({name}=...)"
+        if given is None:
+            given, where = _from_environment(meta["variable"], meta["default"], environ)
+            if where == "MIGRATION_CKPT_PATH":
+                legacy = Path(given).expanduser().absolute()
+                given = str(legacy.parent)
+        try:
+            values[name] = meta["parse"](str(given))
+        except ValueError as error:
+            wrong.append(f"{where} is {str(given)!r}; allowed: {error}")
+    wrong += _unknown_variables(environ, {meta["variable"] for meta in known.values()})
+    if wrong:
+        raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
+    return Settings(**values, legacy_file=legacy)
+
+
+def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    if variable in environ:
+        return environ[variable], variable
+    for alias, real in ALIASES.items():
+        if real == variable and environ.get(alias):
+            log("setting_alias", alias=alias, variable=variable, value=environ[alias])
+            return environ[alias], alias
+    return default, "the default"
+
+
+HOOK_VARIABLES = {"MIGRATOR_HOOK_LOGS"}
+"""Read by the hooks only."""
+
+
+def _unknown_variables(environ: Mapping[str, str], known: set[str]) -> list[str]:
+    # A typo in a variable would otherwise be a setting that silently does nothing.
+    return [
+        f"{name}: there is no such variable; there are {', '.join(sorted(known))}"
+        for name in sorted(environ)
+        if name.startswith("MIGRATOR_") and name not in known | HOOK_VARIABLES
+    ]
