@@ -1,0 +1,275 @@
+#!/bin/sh
+# Asks the trainer in this container to save, and waits until it is safe.
+#
+# Kubernetes runs this before it stops the container; the grace has begun by
+# then, and SIGTERM comes only when this has ended. So it never waits past the
+# grace, and ends as soon as the trainer has answered.
+#
+#   exit 0   saved: the ckpt exists
+#        3   nobody to ask: no trainer listens, or it finished by itself
+#        4   the trainer died before it answered
+#        5   no answer before the deadline
+#        6   the trainer answered that it could not save
+#        7   the signal file cannot be read or written
+#
+# The reason goes to stderr, where kubelet takes it into the pod's events, and
+# to preStop.log. It may be called twice, even at the same time.
+#
+# MIGRATOR_SIGNAL      the signal file, as the trainer has it
+#                      (else MIGRATION_SIGNAL_PATH, else /tmp/migrator/signal)
+# MIGRATOR_GRACE_S     the pod's terminationGracePeriodSeconds (30)
+# MIGRATOR_HOOK_LOGS   directory of preStop.log (else that of MIGRATION_CKPT_PATH,
+#                      else MIGRATOR_CKPT if it is a directory, else the signal file's)
+set -u
+LC_ALL=C
+export LC_ALL
+
+signal=${MIGRATOR_SIGNAL:-${MIGRATION_SIGNAL_PATH:-/tmp/migrator/signal}}
+case $signal in /*) ;; *) signal=./$signal ;; esac
+signal_dir=${signal%/*}
+signal_dir=${signal_dir:-/}
+lock=$signal_dir/.${signal##*/}.lock
+pause=0.05
+tab=$(printf '\t')
+cr=$(printf '\r')
+
+# The clock is set anew now and then, the uptime never, and reading it starts no process.
+now() { # -> $now_cs, hundredths of a second
+    if read -r uptime _ 2>/dev/null </proc/uptime; then
+        number "${uptime%.*}${uptime#*.}"
+        now_cs=$number
+    else
+        now_cs=$(($(date +%s) * 100))
+    fi
+}
+
+number() { # text -> $number, without the leading zeros that would make it octal; empty if it is none
+    number=$1
+    case $number in '' | *[!0-9]* | ?????????????*) number='' && return ;; esac
+    while [ "${number#0}" != "$number" ] && [ "$number" != 0 ]; do number=${number#0}; done
+}
+
+hundredths() { # seconds, perhaps with a fraction -> $number, hundredths; empty if it is none
+    case $1 in *.*) fraction=${1#*.}00 ;; *) fraction=00 ;; esac
+    number "${1%%.*}${fraction%"${fraction#??}"}"
+}
+
+stamp() { date '+%Y-%m-%d %H:%M:%S'; }
+
+log_dir() { # -> $logs
+    if [ -n "${MIGRATOR_HOOK_LOGS:-}" ]; then
+        logs=$MIGRATOR_HOOK_LOGS
+    elif [ -n "${MIGRATION_CKPT_PATH:-}" ]; then
+        case $MIGRATION_CKPT_PATH in */*) logs=${MIGRATION_CKPT_PATH%/*} ;; *) logs=. ;; esac
+        logs=${logs:-/}
+    else
+        case ${MIGRATOR_CKPT:-} in '' | *://*) logs=$signal_dir ;; *) logs=$MIGRATOR_CKPT ;; esac
+    fi
+    case $logs in /*) ;; *) logs=./$logs ;; esac
+}
+
+# Nothing is logged before the request is written: the logs may lie on slow storage.
+log() { # line
+    [ -n "$logs" ] || return 0
+    if ! {
+        if [ -z "$logged" ]; then mkdir -p "$logs" && printf 'stop: %s\n' "$clock" >>"$logs/preStop.log"; fi &&
+            printf '%s\n' "$1" >>"$logs/preStop.log"
+    } 2>/dev/null; then
+        printf 'preStop: cannot write %s: name a directory that can be written in MIGRATOR_HOOK_LOGS\n' \
+            "$logs/preStop.log" >&2
+        logs=''
+    fi
+    logged=yes
+}
+
+finish() { # exit code, reason
+    if [ "$1" -eq 0 ]; then
+        log "$(stamp) finish ckpts!"
+    else
+        log "$(stamp) $2"
+        printf 'preStop: %s\n' "$2" >&2
+    fi
+    exit "$1"
+}
+
+read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $error
+    word='' pids='' request='' deadline='' ckpt='' error=''
+    [ -f "$signal" ] || return 0
+    {
+        # A last line without its newline counts, hence the test behind each read.
+        IFS=" $tab$cr" read -r word rest || [ -n "$word" ]
+        case "$word $rest" in
+            'init ' | 'save ' | 'resume ') ;;
+            *) word='' && return 0 ;;
+        esac
+        while IFS= read -r line || [ -n "$line" ]; do
+            line=${line%"$cr"}
+            case $line in
+                pids=*) pids=${line#*=} ;;
+                request=*) request=${line#*=} ;;
+                deadline=*) deadline=${line#*=} ;;
+                ckpt=*) ckpt=${line#*=} ;;
+                error=*) error=${line#*=} ;;
+            esac
+            line=
+        done
+    } 2>/dev/null <"$signal"
+    return 0
+}
+
+is_alive() { # pid
+    if read -r status 2>/dev/null <"/proc/$1/stat"; then
+        # Nobody may have reaped it yet: a zombie answers no more.
+        status=${status##*) }
+        case $status in [ZX]*) return 1 ;; *) return 0 ;; esac
+    fi
+    kill -0 "$1" 2>/dev/null || [ -d "/proc/$1" ]
+}
+
+anyone_alive() { # pids, separated by commas
+    list=$1,
+    while [ -n "$list" ]; do
+        number "${list%%,*}"
+        list=${list#*,}
+        list=${list# }
+        [ -n "$number" ] && is_alive "$number" && return 0
+    done
+    return 1
+}
+
+# Between looking at the file and writing the request no other hook may write one: it would be overwritten.
+lock() {
+    until (set -C && printf '%s\n' "$$" >"$lock") 2>/dev/null; do
+        # A hook was killed while it held it; or the directory cannot be written, which writing will tell.
+        now
+        [ $((now_cs - started)) -lt 50 ] && [ -e "$lock" ] || return 0
+        rest_a_little
+    done
+}
+
+unlock() { rm -f "$lock" 2>/dev/null; }
+
+rest_a_little() {
+    sleep "$pause" 2>/dev/null && return 0
+    pause=1
+    sleep 1
+}
+
+write_request() { # pids -> asks under the id $mine
+    aside=$signal_dir/.${signal##*/}.$host.$$.tmp
+    if ! {
+        printf 'save\nrequest=%s\npod=%s\ndeadline=%s\nhook=%s\npids=%s\n' \
+            "$mine" "$host" "$kill_at" "$$" "$1" >"$aside" && mv -f "$aside" "$signal"
+    } 2>/dev/null; then
+        rm -f "$aside" 2>/dev/null
+        unlock
+        finish 7 "cannot write the signal file $signal: set MIGRATOR_SIGNAL to a file in a directory that the trainer and this hook can write"
+    fi
+}
+
+# An answer to this hook, to one that it joined, or to whoever asks.
+is_for_us() {
+    [ -z "$request" ] && return 0
+    case $known in *" $request "*) return 0 ;; *) return 1 ;; esac
+}
+
+report() { # what the answer says
+    case $word in
+        resume) finish 0 saved ;;
+        *) finish 6 "the trainer could not save: ${error:-it gave no reason}" ;;
+    esac
+}
+
+grace() { # -> $grace_cs
+    hundredths "${MIGRATOR_GRACE_S:-30}"
+    grace_cs=${number:-0}
+    if [ "$grace_cs" -eq 0 ]; then
+        printf 'preStop: MIGRATOR_GRACE_S=%s is no number of seconds above 0; taking 30\n' "$MIGRATOR_GRACE_S" >&2
+        grace_cs=3000
+    fi
+}
+
+logged=''
+now
+started=$now_cs
+form='%a %b %e %H:%M:%S %Z %Y'
+clock=$(date "+%s.%N|$form")
+# Not every date knows %N, and some then print nothing at all.
+case $clock in *.[0-9][0-9]*'|'*) ;; *) clock=$(date "+%s|$form") ;; esac
+hundredths "${clock%%|*}"
+began_cs=$number
+clock=${clock#*|}
+grace
+# Time for the last poll and the log, before SIGKILL.
+if [ "$grace_cs" -lt 1000 ]; then margin_cs=$((grace_cs / 10)); else margin_cs=100; fi
+give_up=$((started + grace_cs - margin_cs))
+kill_at_cs=$((began_cs + grace_cs))
+kill_at=$((kill_at_cs / 100)).$((kill_at_cs / 10 % 10))
+{ read -r host </proc/sys/kernel/hostname; } 2>/dev/null || host=unknown
+mine=$$-$((began_cs / 100))-$host
+log_dir
+
+[ -d "$signal_dir" ] && lock
+read_signal
+waiting_for=$pids
+known=" $mine $request "
+hundredths "$deadline"
+deadline_cs=${number:-0}
+if { [ "$word" = resume ] && [ -n "$ckpt" ]; } || { [ "$word" = init ] && [ -n "$error" ] && [ -n "$request" ]; }; then
+    unlock
+    report
+elif [ -e "$signal" ] && [ ! -r "$signal" ]; then
+    unlock
+    finish 7 "cannot read the signal file $signal: run the trainer and this hook as the same user"
+elif [ -z "$word" ]; then
+    unlock
+    finish 3 "no trainer listens: there is no signal file at $signal, or nothing in it that a trainer wrote"
+elif [ -z "$pids" ] && [ "$word" != save ]; then
+    unlock
+    finish 3 "no trainer listens: the signal file $signal names nobody"
+elif [ -n "$pids" ] && ! anyone_alive "$pids"; then
+    unlock
+    finish 3 "no trainer: nobody of those named in $signal is alive (pids $pids)"
+elif [ "$word" = save ] && [ -n "$request" ] && [ "$deadline_cs" -gt "$began_cs" ]; then
+    # Another hook asks already, so this one joins it. The grace began with that one.
+    until_then=$((started + deadline_cs - began_cs - margin_cs))
+    [ "$until_then" -lt "$give_up" ] && give_up=$until_then
+else
+    write_request "$pids"
+fi
+unlock
+log "$(stamp) saving ckpts..."
+
+dead=0
+while :; do
+    read_signal
+    case $word in
+        resume) is_for_us && report ;;
+        init)
+            if [ -n "$error" ] || [ -n "$request" ]; then
+                is_for_us && report
+            else
+                # A trainer began to listen just when the request was written, and wrote over it.
+                [ -n "$pids" ] && anyone_alive "$pids" && waiting_for=$pids && write_request "$pids"
+            fi
+            ;;
+        save)
+            # Somebody asked again over our request: an answer to that one is ours too.
+            is_for_us || known="$known$request "
+            [ -n "$pids" ] && waiting_for=$pids
+            ;;
+        *) [ -e "$signal" ] || finish 3 "the trainer finished by itself: it took the signal file away" ;;
+    esac
+    if [ -n "$waiting_for" ] && ! anyone_alive "$waiting_for"; then
+        dead=$((dead + 1))
+        # Once more, for an answer that was its last act.
+        [ "$dead" -ge 2 ] && finish 4 "the trainer died before it answered (pids $waiting_for)"
+    else
+        dead=0
+    fi
+    now
+    [ "$now_cs" -ge "$give_up" ] && break
+    [ "$pause" = 1 ] && [ $((now_cs + 100)) -gt "$give_up" ] && break
+    rest_a_little
+done
+finish 5 "no answer from the trainer within $(((now_cs - started) / 100)).$(((now_cs - started) / 10 % 10)) s of a grace of $((grace_cs / 100)) s"

@@ -1,0 +1,222 @@
+"""The file through which the hooks and the trainer talk.
+
+The hook runs in the trainer's container but is no child of it, knows neither
+its signals nor its sockets, and has only a shell: a small text file is what
+both can read and write. The first line is the state in one word (`init`,
+`save`, `resume`), each further line is `key=value`. Whoever writes does so
+aside in the same directory, synced, then renamed, so nobody ever reads half a
+request; whoever reads takes anything else, an empty file or a megabyte of
+garbage, for no news at all.
+
+    init       pids                           a trainer listens
+    save       request pod deadline hook pids a hook asks, until the deadline
+    resume     request ckpt step ...          it is saved
+    init       request error                  it could not be saved
+
+The price: the last writer wins. Two hooks that ask at once agree through a
+lock of their own, and a trainer looks for an open request before it writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import stat
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from migrator.errors import SettingsError
+
+INIT, SAVE, RESUME = "init", "save", "resume"
+WORDS = (INIT, SAVE, RESUME)
+
+READ_AT_MOST = 64 * 1024
+# Every value is cut so that a long traceback in `error=` cannot push the fields after it out of reach.
+_VALUE_AT_MOST = 4096
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_BLANK = " \t\r\0"
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What the signal file says: a word and its fields."""
+
+    word: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that listen, as far as the file names them."""
+        named = (pid.strip() for pid in self.fields.get("pids", "").split(","))
+        return tuple(int(pid) for pid in named if re.fullmatch(r"[0-9]{1,10}", pid) and int(pid) > 0)
+
+
+def parse(text: str) -> Signal | None:
+    """What `text` says, or None if it is no signal. Lines that are not `key=value` are passed over."""
+    first, *rest = text.split("\n")
+    word = first.strip(_BLANK)
+    if word not in WORDS:
+        return None
+    fields = {}
+    for line in rest:
+        key, equals, value = line.partition("=")
+        if equals and _KEY.fullmatch(key.strip(_BLANK)):
+            fields[key.strip(_BLANK)] = value.strip(_BLANK)
+    return Signal(word, fields)
+
+
+def render(word: str, fields: Mapping[str, object]) -> str:
+    """The text that `parse` reads back. A value is kept on one line; one that is None is left out."""
+    if word not in WORDS:
+        raise ValueError(f"found the word {word!r}, expected one of {', '.join(WORDS)}")
+    lines = [word]
+    for key, value in fields.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"found the key {key!r}, expected letters, digits and underscores")
+        if value is not None:
+            lines.append(f"{key}={' '.join(str(value).replace(chr(0), ' ').split())[:_VALUE_AT_MOST]}")
+    return "\n".join(lines) + "\n"
+
+
+def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float) -> float | None:
+    """The deadline of a request that is not over yet, else None.
+
+    A request is over when it is answered or past its deadline, not when it is
+    older than this process: a rank that is started again inside a dying pod
+    must see it. Without a readable deadline the file's age stands in for it.
+    """
+    if signal is None or signal.word != SAVE:
+        return None
+    deadline = _finite(signal.fields.get("deadline"))
+    if deadline is None:
+        deadline = mtime + grace_s
+    return deadline if deadline > now else None
+
+
+def _finite(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+class SignalFile:
+    """The signal file at one path. Every failure is a `SettingsError` that names it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"SignalFile({str(self.path)!r})"
+
+    def read(self) -> Signal | None:
+        """What the file says now; None if it is missing or says nothing we know."""
+        try:
+            data = self._bytes()
+            # On NFS a name that was once looked for in vain may seem missing for 30 s; the listing
+            # tells the truth and makes the client look again.
+            if data is None and self.fingerprint() is not None:
+                data = self._bytes()
+        except OSError as error:
+            raise self._error("read", error) from error
+        if data is None:
+            return None
+        if len(data) > READ_AT_MOST:
+            # The last line may be cut in the middle of a number.
+            data = data[:READ_AT_MOST].rpartition(b"\n")[0]
+        return parse(data.decode("utf-8", errors="replace"))
+
+    def write(self, word: str, /, **fields: object) -> None:
+        """Replace the file in one act; its directory is made if it is missing."""
+        data = render(word, fields).encode("utf-8", errors="backslashreplace")
+        # Threads of one process must not share the file they write aside.
+        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                _write_synced(aside, data)
+                aside.replace(self.path)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise self._error("written", error) from error
+
+    def remove(self) -> None:
+        """Take the file away; that it is gone already is fine."""
+        try:
+            self.path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._error("removed", error) from error
+
+    def fingerprint(self) -> tuple[int, int, int] | None:
+        """(inode, mtime in ns, size), another one after each write; None if there is no file.
+
+        By listing the directory: asking for the name itself may be answered
+        from an NFS client's cache, "no such file", for 30 s.
+        """
+        try:
+            with os.scandir(self.path.parent) as entries:
+                for entry in entries:
+                    if entry.name == self.path.name:
+                        found = entry.stat()
+                        return found.st_ino, found.st_mtime_ns, found.st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._error("looked for", error) from error
+        return None
+
+    def _bytes(self) -> bytes | None:
+        """At most one byte more than we read, or None if the file is missing."""
+        for last_try in (False, False, True):
+            try:
+                # Not to wait for ever if somebody put a pipe there.
+                fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    if not stat.S_ISREG(os.fstat(fd).st_mode):
+                        raise OSError(errno.EINVAL, "it is not a regular file")
+                    return _read_up_to(fd, READ_AT_MOST + 1)
+                finally:
+                    os.close(fd)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                # On NFS the file was replaced between open and read.
+                if error.errno != errno.ESTALE or last_try:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _error(self, what: str, error: OSError) -> SettingsError:
+        return SettingsError(
+            f"the signal file {self.path} cannot be {what}: {error.strerror or error}. "
+            "Name a file in a directory that this process and the hooks can write, "
+            "the same for both: MIGRATOR_SIGNAL=/tmp/migrator/signal is the default."
+        )
+
+
+def _read_up_to(fd: int, count: int) -> bytes:
+    pieces: list[bytes] = []
+    while count > 0 and (piece := os.read(fd, count)):
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(path, flags, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
