@@ -1,0 +1,79 @@
+"""Saves a PyTorch training job when its pod is taken away, and lets it go on as if nothing had happened.
+
+`from migrator import migrator` gives the one instance; `import migrator;
+migrator.register(...)` reaches the same one. Importing starts no thread, opens no
+file and reads no environment.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from migrator.errors import (
+        CkptCorrupt,
+        CkptMismatch,
+        Migrated,
+        MigratorError,
+        NoUsableCkpt,
+        RegistrationError,
+        ResumeIgnored,
+        SaveFailed,
+        SettingsError,
+        StorageError,
+        UsageError,
+    )
+    from migrator.instance import Migrator
+    from migrator.sampler import ElasticSampler
+
+    migrator: Migrator
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CkptCorrupt",
+    "CkptMismatch",
+    "ElasticSampler",
+    "Migrated",
+    "Migrator",
+    "MigratorError",
+    "NoUsableCkpt",
+    "RegistrationError",
+    "ResumeIgnored",
+    "SaveFailed",
+    "SettingsError",
+    "StorageError",
+    "UsageError",
+    "migrator",
+]
+
+_INSTANCE_NAMES = {"register", "listening", "resume", "load_ckpt", "batches", "safe_point", "save_ckpt"}
+
+
+def __getattr__(name: str) -> Any:
+    # On first use, so that `python -m migrator.hooks` and a bare import need no torch.
+    if name == "migrator":
+        from migrator.instance import Migrator
+
+        globals()["migrator"] = instance = Migrator()
+        return instance
+    if name in _INSTANCE_NAMES:
+        return getattr(__getattr__("migrator") if "migrator" not in globals() else globals()["migrator"], name)
+    if name in __all__:
+        from migrator import errors
+
+        if hasattr(errors, name):
+            return getattr(errors, name)
+        if name == "ElasticSampler":
+            from migrator.sampler import ElasticSampler
+
+            return ElasticSampler
+        if name == "Migrator":
+            from migrator.instance import Migrator
+
+            return Migrator
+    raise AttributeError(f"module 'migrator' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_INSTANCE_NAMES])

@@ -1,0 +1,268 @@
+"""Which lives of the job continue one another, and so which ckpts are ours.
+
+Each life claims a number of its own, once, by the exclusive appearance of a record
+that says which life it continues. The ckpts of the lineage are those of this life,
+of the one it continues, and so on; the newest is that of the highest generation,
+even if an earlier life that would not die still commits a higher step.
+
+Kubernetes may start a new life while the old one is still saving. So a life that
+leaves says so by a mark beside its record, and the next one waits for its ckpt,
+at most for the time the mark names, by its own clock.
+
+The price: after a kill in the middle of a leaving save the next life waits that time in vain.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from migrator.errors import CkptCorrupt, StorageError
+from migrator.events import log
+from migrator.manifest import LIMIT, NAME, Manifest, ckpt_name, parse_ckpt_name, seal, unseal
+from migrator.storage import LocalStorage
+
+DIRECTORY = "generations"
+STALE = 10
+"""A mark this many times older than the grace it names is over, whatever the clocks say."""
+
+_RECORD = re.compile(r"([0-9]{6,})\.json", re.ASCII)
+_RECORD_LIMIT = 1 << 20
+_GRACE_IF_UNREADABLE_S = 30.0
+_GRACE_MAX_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """This life's place among all lives of the job."""
+
+    number: int
+    continues: int | None
+    lineage: tuple[int, ...]
+    """The generations whose ckpts can be loaded, this one first."""
+    proven: frozenset[int]
+    """Those known without guessing past an unreadable record: only there anything is deleted."""
+    differs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """What of script and arguments is (there, here) in the life continued and in this one."""
+
+
+def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Generation:
+    """Take the next number, for good. `fresh` begins a new lineage."""
+    storage.make_directory(DIRECTORY)
+    taken: set[int] = set()
+    while True:
+        taken |= numbers(storage)
+        number = max(taken, default=0) + 1
+        continues = None if fresh else max(taken, default=None)
+        record = {"generation": number, "continues": continues, "about": dict(about)}
+        try:
+            storage.put(_record(number), seal("generation", record), exclusive=True)
+        except FileExistsError:
+            # Another life was quicker, and so it is the one to continue.
+            taken.add(number)
+            continue
+        break
+    lineage, proven = _lineage(storage, number, continues, taken)
+    differs = {} if continues is None else _differences(_read_about(storage, continues), about)
+    return Generation(number, continues, lineage, proven, differs)
+
+
+def numbers(storage: LocalStorage) -> set[int]:
+    """All generations that left a trace: a record or a ckpt."""
+    records = {int(match[1]) for name in storage.list(DIRECTORY) if (match := _RECORD.fullmatch(name))}
+    return records | {generation for generation, _ in _directories(storage)}
+
+
+def ckpts(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:
+    """The committed saves of a lineage by name, newest first."""
+    found = [place for place in _directories(storage) if place[0] in lineage]
+    names = [ckpt_name(*place) for place in sorted(found, reverse=True)]
+    # By listing: asked for the name alone, NFS may say no for a while.
+    return [name for name in names if NAME in storage.list(name)]
+
+
+def uncommitted(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:
+    """What saves that never were committed left behind, or are writing."""
+    found = [place for place in _directories(storage) if place[0] in lineage]
+    return [name for name in (ckpt_name(*place) for place in sorted(found)) if NAME not in storage.list(name)]
+
+
+def others(storage: LocalStorage, lineage: tuple[int, ...]) -> list[str]:
+    """The committed saves of all other lineages, newest first: to be named, never to be touched."""
+    return ckpts(storage, frozenset(numbers(storage) - set(lineage)))
+
+
+def whole(storage: LocalStorage, name: str) -> Manifest:
+    """The manifest of a ckpt whose parts are all there with the right sizes; else `CkptCorrupt`."""
+    try:
+        manifest = Manifest.from_bytes(storage.get(f"{name}/{NAME}", limit=LIMIT))
+        if manifest.ckpt != name:
+            raise CkptCorrupt(f"its manifest is that of {manifest.ckpt}")
+        for part in manifest.parts:
+            size = storage.size(f"{name}/{part.name}")
+            if size != part.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CkptCorrupt(f"{part.name} {found}; {part.bytes} bytes were committed")
+    except CkptCorrupt as error:
+        raise CkptCorrupt(f"{name}: {error}") from error
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.EFBIG, errno.EISDIR, errno.ENOTDIR):
+            raise
+        raise CkptCorrupt(f"{name}: {error}") from error
+    return manifest
+
+
+def mark_leaving(storage: LocalStorage, generation: int, grace_s: float) -> None:
+    """Say that a save is under way which the next life should wait for, at most `grace_s`."""
+    data = json.dumps({"grace_s": float(grace_s)}).encode("ascii")
+    storage.put(_mark(generation), data, exclusive=False)
+
+
+def unmark_leaving(storage: LocalStorage, generation: int) -> None:
+    """Say that this save is done, or given up."""
+    storage.delete(_mark(generation))
+
+
+def is_leaving(storage: LocalStorage, generation: int) -> bool:
+    """Whether a generation may still be saving, as far as the storage's own clock can tell."""
+    mark = _read_mark(storage, generation)
+    return mark is not None and storage.now() - mark.since < STALE * mark.grace_s
+
+
+def wait_for_leaving(
+    storage: LocalStorage,
+    lineage: tuple[int, ...],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Any] = time.sleep,
+    poll_s: float = 0.2,
+) -> float:
+    """Wait for the saves of earlier lives that are still leaving; returns the seconds waited.
+
+    Each wait is over when the mark is gone, when a ckpt was committed after it, or when the
+    grace it names has passed by our clock.
+    """
+    begin = clock()
+    for generation in sorted(lineage[1:], reverse=True):
+        mark = _read_mark(storage, generation)
+        if mark is None or not is_leaving(storage, generation):
+            continue
+        told = False
+        while (left := begin + mark.grace_s - clock()) > 0:
+            mark = _read_mark(storage, generation)
+            if mark is None or _is_superseded(storage, lineage, generation, mark):
+                break
+            if not told:
+                told = True
+                log("waiting_for_leaving", generation=generation, at_most_s=left)
+            sleep(min(poll_s, left))
+    return clock() - begin
+
+
+@dataclass(frozen=True)
+class _Mark:
+    grace_s: float
+    since: float
+    """By the storage's clock."""
+
+
+def _is_superseded(storage: LocalStorage, lineage: tuple[int, ...], generation: int, mark: _Mark) -> bool:
+    """Whether waiting gains nothing: the save is committed, or a later life has a ckpt that comes first."""
+    for name in ckpts(storage, lineage)[:1]:
+        newest = parse_ckpt_name(name)
+        if newest is not None and newest[0] > generation:
+            return True
+    for name in ckpts(storage, (generation,)):
+        committed = storage.modified(f"{name}/{NAME}")
+        if committed is not None and committed >= mark.since:
+            return True
+    return False
+
+
+def _read_mark(storage: LocalStorage, generation: int) -> _Mark | None:
+    since = storage.modified(_mark(generation))
+    if since is None:
+        return None
+    try:
+        grace_s = float(json.loads(storage.get(_mark(generation), limit=_RECORD_LIMIT))["grace_s"])
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        grace_s = _GRACE_IF_UNREADABLE_S
+    # Also for nan: a mark never makes the next life wait without end.
+    return _Mark(min(grace_s, _GRACE_MAX_S) if grace_s >= 0 else _GRACE_IF_UNREADABLE_S, since)
+
+
+def _lineage(
+    storage: LocalStorage, number: int, continues: int | None, taken: set[int]
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    lineage, proven, is_proven = [number], {number}, True
+    while continues is not None:
+        lineage.append(continues)
+        if is_proven:
+            proven.add(continues)
+        try:
+            continues = _read_continues(storage, continues)
+        except CkptCorrupt as error:
+            # Too many reachable ckpts do no harm, the newest wins. Too few would let work be lost.
+            log("generation_unreadable", level=logging.WARNING, generation=continues, error=error)
+            continues = max((n for n in taken if n < lineage[-1]), default=None)
+            is_proven = False
+    return tuple(lineage), frozenset(proven)
+
+
+def _read_continues(storage: LocalStorage, number: int) -> int | None:
+    record = _read_record(storage, number)
+    continues = record["continues"]
+    if continues is None or (type(continues) is int and 0 < continues < number):
+        return continues
+    raise CkptCorrupt(f"generation {number} claims to continue {continues!r:.80}")
+
+
+def _read_record(storage: LocalStorage, number: int) -> dict[str, Any]:
+    try:
+        record = unseal("generation", storage.get(_record(number), limit=_RECORD_LIMIT))
+    except StorageError as error:
+        if error.errno not in (errno.ENOENT, errno.EFBIG, errno.EISDIR):
+            raise
+        raise CkptCorrupt(str(error)) from error
+    if record.keys() != {"generation", "continues", "about"} or record["generation"] != number:
+        raise CkptCorrupt(f"the record of generation {number} is not its own")
+    return record
+
+
+def _read_about(storage: LocalStorage, number: int) -> dict[str, Any]:
+    try:
+        about = _read_record(storage, number)["about"]
+    except CkptCorrupt:
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    # As JSON, so that a tuple here is not another thing than a list there.
+    return {
+        key: (there[key], here[key])
+        for key in ("script", "argv")
+        if key in there and key in here and json.dumps(there[key]) != json.dumps(here[key])
+    }
+
+
+def _directories(storage: LocalStorage) -> list[tuple[int, int]]:
+    return [place for name in storage.list() if (place := parse_ckpt_name(name)) is not None]
+
+
+def _record(number: int) -> str:
+    return f"{DIRECTORY}/{number:06d}.json"
+
+
+def _mark(number: int) -> str:
+    return f"{DIRECTORY}/{number:06d}.leaving"

@@ -1,0 +1,415 @@
+"""The typed tree: state that is not a large tensor, as JSON that comes back with the same types.
+
+A state dict is more than JSON can say: tuples, integer keys, nan, numpy
+scalars, small tensors. Pickle would carry all of it and run whatever a file
+tells it to. So each type that is allowed has a tag of its own, everything else
+is refused with its path when it is registered, long before a save needs it,
+and decoding is a closed list of constructors: no file can name a class.
+
+    {"lr": 0.1}                      a dict whose keys are all str without a leading "!"
+    {"!": "tuple", "v": [1, 2]}      whatever is not plain JSON carries the key "!"
+
+The price: subclasses of dict and list come back as plain dict and list, and an
+object that was held in two places is two equal objects afterwards.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import math
+import re
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from migrator.errors import CkptCorrupt, RegistrationError
+
+MAX_DEPTH = 100
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "complex32"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+    if hasattr(torch, name)
+}
+"""The element types that can be stored, by the name under which a ckpt knows them."""
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NUMPY_KINDS = frozenset("biufcSUmM")
+# Closed, so that np.dtype() never sees a string that it would read as a structure or an object type.
+_NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUmM][0-9]{1,9}(\[[0-9A-Za-z]{1,20}\])?", re.ASCII)
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_ADVICE = (
+    "Keep only numbers, strings, bytes, lists, tuples, dicts, sets, deques, numpy arrays and tensors there, "
+    "or give the object a state_dict() and a load_state_dict() that do."
+)
+
+Put = Callable[[torch.Tensor, str], "str | None"]
+Get = Callable[["Stored"], Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor whose bytes lie in a part."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    """Where it lived when it was saved: "cpu" or "other"."""
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The name by which a ckpt knows an element type; None if it cannot be stored."""
+    return _DTYPE_NAMES.get(dtype)
+
+
+def encode(value: Any, *, put: Put, path: str) -> Any:
+    """The tree of `value`, ready for `json.dumps(..., allow_nan=False)`.
+
+    `put` decides for each tensor: a name under which the caller stores its bytes
+    in a part, or None to keep them in the tree. No two tensors have the same path.
+    """
+    return _Encoder(put, _text).value(value, path)
+
+
+def scan(value: Any, path: str) -> None:
+    """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse."""
+    _Encoder(lambda tensor, path: "", lambda data: "").value(value, path)
+
+
+def decode(tree: Any, *, get: Get) -> Any:
+    """The value of a tree; `get` hands over the tensors whose bytes lie in a part.
+
+    For a tree that `encode` cannot have made it raises `CkptCorrupt` and nothing else,
+    and never allocates more than the tree itself takes.
+    """
+    return _Decoder(get).value(tree, 0)
+
+
+class _Encoder:
+    def __init__(self, put: Put, text: Callable[[bytes], str]) -> None:
+        self._put = put
+        self._text = text
+        self._open: set[int] = set()
+
+    def value(self, value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, enum.Enum):
+            raise _refused(path, value, "Store its .value instead.")
+        # Before int, float, str and bytes: np.float64 is a float, np.str_ is a str.
+        if isinstance(value, np.generic):
+            name = _numpy_dtype_name(array := np.asarray(value), path)
+            return {"!": "scalar", "dtype": name, "v": self._text(array.tobytes())}
+        if isinstance(value, (int, float, str, bytes)):
+            return self._plain(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if isinstance(value, torch.dtype):
+            if value not in _DTYPE_NAMES:
+                raise _refused(path, value, _ADVICE)
+            return {"!": "dtype", "v": _DTYPE_NAMES[value]}
+        if isinstance(value, torch.device):
+            return {"!": "device", "v": str(value)}
+        if isinstance(value, torch.Size):
+            return {"!": "size", "v": [int(n) for n in value]}
+        return self._container(value, path)
+
+    def _plain(self, value: int | float | str | bytes) -> Any:
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, bytes):
+            return {"!": "bytes", "v": self._text(value)}
+        if isinstance(value, float):
+            if math.isfinite(value):
+                return float(value)
+            return {"!": "float", "v": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
+        # Python refuses decimal integers of more than 4300 digits; hexadecimal has no limit.
+        return int(value) if value.bit_length() <= 64 else {"!": "int", "v": f"{int(value):x}"}
+
+    def _container(self, value: Any, path: str) -> Any:
+        with self._entered(value, path):
+            if isinstance(value, list):
+                return self._each(list(value), path)
+            if type(value) is tuple:
+                return {"!": "tuple", "v": self._each(value, path)}
+            if isinstance(value, dict):
+                return self._dict(value, path)
+            if isinstance(value, (set, frozenset)):
+                tag = "set" if isinstance(value, set) else "frozenset"
+                return {"!": tag, "v": [self._key(item, path) for item in list(value)]}
+            if isinstance(value, deque):
+                return {"!": "deque", "v": self._each(list(value), path), "maxlen": value.maxlen}
+        advice = "Store it as a plain tuple or dict." if isinstance(value, tuple) else _ADVICE
+        raise _refused(path, value, advice)
+
+    def _each(self, values: Iterable[Any], path: str) -> list[Any]:
+        return [self.value(item, f"{path}[{i}]") for i, item in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
+        # One copy first: the training loop may add a key while another thread saves.
+        items = list(value.items())
+        if type(value) is not OrderedDict and all(type(k) is str and not k.startswith("!") for k, _ in items):
+            return {key: self.value(item, _below(path, key)) for key, item in items}
+        pairs = [[self._key(key, path), self.value(item, _below(path, key))] for key, item in items]
+        return {"!": "odict" if isinstance(value, OrderedDict) else "dict", "v": pairs}
+
+    def _key(self, key: Any, path: str) -> Any:
+        if not _is_key(key):
+            advice = "Use numbers, str, bytes or tuples of such as keys and set elements."
+            raise _refused(_below(path, key), key, advice)
+        return self.value(key, _below(path, key))
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        _check_tensor(tensor, path)
+        head = {
+            "!": "tensor",
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "device": "cpu" if tensor.device.type == "cpu" else "other",
+        }
+        name = self._put(tensor, path)
+        return {**head, "v": self._text(_tensor_bytes(tensor))} if name is None else {**head, "stored": name}
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
+        if type(array) not in (np.ndarray, np.memmap):
+            raise _refused(path, array, "Store a plain array: numpy.asarray().")
+        name = _numpy_dtype_name(array, path)
+        return {"!": "array", "dtype": name, "shape": list(array.shape), "v": self._text(array.tobytes())}
+
+    @contextmanager
+    def _entered(self, value: Any, path: str) -> Iterator[None]:
+        if id(value) in self._open:
+            raise RegistrationError(f"{path} contains itself; a ckpt cannot hold a cycle. Break it.")
+        if len(self._open) >= MAX_DEPTH:
+            raise RegistrationError(f"{path} is nested more than {MAX_DEPTH} deep. Store it flatter.")
+        self._open.add(id(value))
+        yield
+        self._open.discard(id(value))
+
+
+def _refused(path: str, value: Any, advice: str) -> RegistrationError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return RegistrationError(f"{path} is of type {kind}, which a ckpt cannot hold. {advice}")
+
+
+def _below(path: str, key: Any) -> str:
+    if type(key) is str and key.isidentifier():
+        return f"{path}.{key}"
+    return f"{path}[{key!r}]"
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_key(item) for item in key)
+    return key is None or isinstance(key, (bool, int, float, str, bytes, np.generic))
+
+
+def _numpy_dtype_name(value: np.ndarray[Any, Any], path: str) -> str:
+    if value.dtype.kind not in _NUMPY_KINDS:
+        raise _refused(path, value, f"Its elements are {value.dtype}; use numbers, str, bytes or times.")
+    return str(value.dtype.str)
+
+
+def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+    kind = type(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        found, advice = "has no values yet (lazy)", "Run one batch through the module before registering it."
+    elif kind.__name__ == "DTensor" or kind.__torch_dispatch__ not in _PLAIN_DISPATCH:
+        found, advice = f"is a {kind.__qualname__}", "Sharded and wrapped tensors are not supported yet."
+    elif tensor.is_quantized:
+        found, advice = "is quantized", "Store its int_repr() and its scale, or register it dequantized."
+    elif tensor.layout != torch.strided:
+        found, advice = f"is sparse ({tensor.layout})", "Store to_dense(), or its indices and values."
+    elif tensor.is_meta:
+        found, advice = "is on the meta device", "Give it values (to_empty, initialise) before registering."
+    elif tensor.dtype not in _DTYPE_NAMES:
+        found, advice = f"has the element type {tensor.dtype}", "Store a view of it as torch.uint8."
+    else:
+        return
+    raise RegistrationError(f"{path}: this tensor {found}, which a ckpt cannot hold. {advice}")
+
+
+_PLAIN_DISPATCH = (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+class _Decoder:
+    def __init__(self, get: Get) -> None:
+        self._get = get
+        self._tags: dict[str, tuple[frozenset[str], Callable[[dict[str, Any], int], Any]]] = {
+            "float": (frozenset({"v"}), lambda node, depth: _one_of(_FLOATS, node["v"], "float")),
+            "int": (frozenset({"v"}), lambda node, depth: _hex(node["v"])),
+            "bytes": (frozenset({"v"}), lambda node, depth: _data(node["v"])),
+            "dtype": (frozenset({"v"}), lambda node, depth: _one_of(DTYPES, node["v"], "dtype")),
+            "device": (frozenset({"v"}), lambda node, depth: _device(node["v"])),
+            "size": (frozenset({"v"}), lambda node, depth: torch.Size(_shape(node["v"]))),
+            "tuple": (frozenset({"v"}), lambda node, depth: tuple(self._each(node["v"], depth))),
+            "dict": (frozenset({"v"}), lambda node, depth: self._pairs({}, node["v"], depth)),
+            "odict": (frozenset({"v"}), lambda node, depth: self._pairs(OrderedDict(), node["v"], depth)),
+            "set": (frozenset({"v"}), lambda node, depth: set(self._elements(node["v"], depth))),
+            "frozenset": (frozenset({"v"}), lambda node, depth: frozenset(self._elements(node["v"], depth))),
+            "deque": (frozenset({"v", "maxlen"}), self._deque),
+            "scalar": (frozenset({"dtype", "v"}), lambda node, depth: _array(node, [])[()]),
+            "array": (frozenset({"dtype", "shape", "v"}), lambda node, depth: _array(node, node["shape"])),
+        }
+
+    def value(self, node: Any, depth: int) -> Any:
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        if depth > MAX_DEPTH:
+            raise CkptCorrupt(f"a tree is nested more than {MAX_DEPTH} deep; no ckpt of ours is")
+        if isinstance(node, list):
+            return self._each(node, depth)
+        if not isinstance(node, dict):
+            raise CkptCorrupt(f"a tree holds a {type(node).__name__}; expected what JSON can hold")
+        if "!" in node:
+            return self._tagged(node, depth)
+        for key in node:
+            if not isinstance(key, str) or key.startswith("!"):
+                raise CkptCorrupt(f"a tree holds the key {key!r:.80}; expected text without a leading '!'")
+        return {key: self.value(item, depth + 1) for key, item in node.items()}
+
+    def _tagged(self, node: dict[str, Any], depth: int) -> Any:
+        tag = node["!"]
+        if tag == "tensor":
+            return self._tensor(node)
+        fields, make = _one_of(self._tags, tag, "tag")
+        _expect_fields(node, fields)
+        return make(node, depth)
+
+    def _each(self, nodes: Any, depth: int) -> list[Any]:
+        return [self.value(item, depth + 1) for item in _list(nodes)]
+
+    def _elements(self, nodes: Any, depth: int) -> list[Any]:
+        elements = self._each(nodes, depth)
+        if not all(_is_key(item) for item in elements) or len(set(elements)) != len(elements):
+            raise CkptCorrupt("a tree holds a set with elements that are equal or cannot be in a set")
+        return elements
+
+    def _pairs(self, into: dict[Any, Any], nodes: Any, depth: int) -> dict[Any, Any]:
+        for pair in _list(nodes):
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise CkptCorrupt("a tree holds a dict whose items are not pairs")
+            key = self.value(pair[0], depth + 1)
+            if not _is_key(key) or key in into:
+                raise CkptCorrupt(f"a tree holds a dict with a double or impossible key: {key!r:.80}")
+            into[key] = self.value(pair[1], depth + 1)
+        return into
+
+    def _deque(self, node: dict[str, Any], depth: int) -> deque[Any]:
+        items, maxlen = self._each(node["v"], depth), node["maxlen"]
+        if maxlen is not None and (type(maxlen) is not int or not len(items) <= maxlen < 1 << 62):
+            raise CkptCorrupt(f"a tree holds a deque of {len(items)} with maxlen {maxlen!r:.80}")
+        return deque(items, maxlen)
+
+    def _tensor(self, node: dict[str, Any]) -> Any:
+        inline = "v" in node
+        _expect_fields(node, {"dtype", "shape", "device", "v" if inline else "stored"})
+        dtype, shape = _one_of(DTYPES, node["dtype"], "dtype"), _shape(node["shape"])
+        if node["device"] not in ("cpu", "other"):
+            raise CkptCorrupt(f"a tree holds a tensor on {node['device']!r:.80}; expected cpu or other")
+        if not inline:
+            if not isinstance(node["stored"], str):
+                raise CkptCorrupt("a tree holds a tensor whose name in the part is not text")
+            return self._get(Stored(node["stored"], dtype, shape, node["device"]))
+        data = _sized(_data(node["v"]), dtype.itemsize, shape, "tensor")
+        flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        return _allocated(lambda: flat.view(dtype).reshape(shape))
+
+
+def _array(node: dict[str, Any], lengths: Any) -> Any:
+    name, shape = node["dtype"], _shape(lengths)
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise CkptCorrupt(f"a tree holds an array of {name!r:.80}, which is no element type of ours")
+    dtype = _allocated(lambda: np.dtype(name))
+    data = _sized(_data(node["v"]), dtype.itemsize, shape, "array")
+    array = _allocated(lambda: np.ndarray(shape, dtype, buffer=data).copy())
+    if dtype.kind == "U":
+        # numpy takes any four bytes for a character, and fails when somebody looks at it.
+        _allocated(array.tolist)
+    return array
+
+
+def _allocated(make: Callable[[], Any]) -> Any:
+    """What numpy or torch make of checked input; what they still refuse (odd units) is corruption."""
+    try:
+        return make()
+    except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError, SystemError, Warning) as error:
+        raise CkptCorrupt(f"a tree holds an array or tensor that cannot be: {error}") from error
+
+
+def _sized(data: bytes, itemsize: int, shape: tuple[int, ...], what: str) -> bytes:
+    if len(data) != math.prod(shape) * itemsize:
+        raise CkptCorrupt(
+            f"a tree holds {len(data)} bytes for a {what} of shape {shape!r:.80} with {itemsize} bytes per element"
+        )
+    return data
+
+
+def _expect_fields(node: dict[str, Any], fields: Iterable[str]) -> None:
+    if node.keys() != {"!", *fields}:
+        found, expected = ", ".join(sorted(node))[:200], ", ".join(sorted({"!", *fields}))
+        raise CkptCorrupt(f"a tree holds a {node['!']!r:.80} with the fields {found}; expected {expected}")
+
+
+def _one_of(table: dict[str, Any], name: Any, what: str) -> Any:
+    if not isinstance(name, str) or name not in table:
+        raise CkptCorrupt(f"a tree holds the {what} {name!r:.80}, which this version does not know")
+    return table[name]
+
+
+def _list(nodes: Any) -> list[Any]:
+    if not isinstance(nodes, list):
+        raise CkptCorrupt(f"a tree holds a {type(nodes).__name__} where a list is expected")
+    return nodes
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    shape = _list(node)
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+        raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}")
+    # Strides overflow above this, even if one of the lengths is 0.
+    if math.prod(n or 1 for n in shape) >= 1 << 58:
+        raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}, which nothing can have")
+    return tuple(shape)
+
+
+def _data(node: Any) -> bytes:
+    try:
+        return base64.b64decode(node.encode("ascii"), validate=True)
+    except (AttributeError, UnicodeEncodeError, binascii.Error) as error:
+        raise CkptCorrupt(f"a tree holds bytes that are not base64: {node!r:.80}") from error
+
+
+def _hex(node: Any) -> int:
+    if not isinstance(node, str) or not re.fullmatch("-?[0-9a-f]+", node):
+        raise CkptCorrupt(f"a tree holds the large integer {node!r:.80}")
+    return int(node, 16)
+
+
+def _device(node: Any) -> torch.device:
+    if not isinstance(node, str):
+        raise CkptCorrupt(f"a tree holds the device {node!r:.80}")
+    return _allocated(lambda: torch.device(node))  # type: ignore[no-any-return]
