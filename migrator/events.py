@@ -24,7 +24,6 @@ EVENTS = {
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",
     "setting_alias": "a variable of the predecessor is in use",
-    "registered_late": "registered after the ckpt was loaded",
     # loading
     "ckpt_bad": "a ckpt is not what was committed; it is left in place and the one before is taken",
     "loading": "progress of a long load",

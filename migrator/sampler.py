@@ -130,8 +130,8 @@ class ElasticSampler(Sampler[int]):
         epoch = _whole("epoch", epoch, 0)
         if self._resumed and epoch < self.epoch:
             raise UsageError(
-                f"set_epoch({epoch}) right after a load that stands in epoch {self.epoch}: epochs already trained would be "
-                "trained again. Begin the loop there: for epoch in range(sampler.epoch, epochs)."
+                f"set_epoch({epoch}) right after a load that stands in epoch {self.epoch}: epochs already trained "
+                "would be trained again. Begin the loop there: for epoch in range(sampler.epoch, epochs)."
             )
         if epoch == self.epoch and (self._resumed or not self._finished()):
             return

@@ -1,0 +1,108 @@
+"""What is copied at a safe point, so that a save can begin at any later moment.
+
+A capture holds everything that may move on before the next optimizer step: random
+states, param_groups, schedulers, registered dicts and lists, module buffers, the
+place in the loop. Large tensors are not in it; a mark tells whether they are
+still those of the safe point.
+
+An object whose capture would slow the loop by more than a hundredth is left out
+of the ordinary captures and taken only when a save is due: such a save has to
+wait for a safe point. It is named once.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from migrator import kinds, randomness
+from migrator.canary import Mark
+from migrator.events import log
+from migrator.registry import Registry
+
+COSTLY_SHARE = 0.01
+STRIKES = 8
+"""So many costly captures in a row; a single slow one says nothing."""
+_FLOOR_S = {"module": 150e-6, "optimizer": 150e-6}
+_FLOOR_OTHERS_S = 20e-6
+
+
+@dataclass
+class Capture:
+    """One safe point."""
+
+    step: int
+    random: dict[str, Any]
+    values: dict[str, Any]
+    marks: dict[str, Mark]
+    loop: dict[str, Any] | None
+    missing: frozenset[str] = frozenset()
+    """Objects too costly to capture at every safe point; a capture that lacks some cannot be saved."""
+    spoiled: bool = False
+    """A tensor changed since, outside a step: this safe point can no longer be saved."""
+    pins: int = field(default=0, repr=False)
+
+
+class Capturer:
+    """Takes captures and keeps an eye on their price."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._deferred: set[str] = set()
+        self._strikes: dict[str, int] = {}
+        self._last_s = 0.0
+        self._marks: dict[str, Mark] = {}
+
+    def take(self, step: int, loop: dict[str, Any] | None, *, full: bool) -> Capture:
+        """Capture all registered objects; `full` takes the costly ones too."""
+        start_s = perf_counter()
+        interval_s, self._last_s = start_s - self._last_s, start_s
+        values: dict[str, Any] = {}
+        marks: dict[str, Mark] = {}
+        # Random states first: nothing below draws, but a state_dict() of the script's own might.
+        random = randomness.capture()
+        for name, kind in self._registry:
+            if not full and name in self._deferred:
+                continue
+            before_s = perf_counter()
+            value = values[name] = kind.capture()
+            marks[name] = Mark(kind.watched(value), self._marks.get(name))
+            self._weigh(name, kind, perf_counter() - before_s, interval_s)
+        self._marks = marks
+        missing = frozenset() if full else frozenset(self._deferred)
+        return Capture(step, random, values, marks, loop, missing)
+
+    def _weigh(self, name: str, kind: kinds.Kind, cost_s: float, interval_s: float) -> None:
+        if cost_s < _FLOOR_S.get(kind.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:
+            self._strikes.pop(name, None)
+            return
+        self._strikes[name] = self._strikes.get(name, 0) + 1
+        if self._strikes[name] == STRIKES and name not in self._deferred:
+            self._deferred.add(name)
+            log(
+                "capture_costly",
+                level=logging.WARNING,
+                object=name,
+                cost_us=round(cost_s * 1e6),
+                step_us=round(interval_s * 1e6),
+                means="it is captured only when a save is due, so a save waits for the next safe point; "
+                "keep it shorter or out of the registered objects to be saved at any moment",
+            )
+
+    def release(self, capture: Capture) -> None:
+        """Give the copies of a capture that nobody needs any more back for reuse."""
+        for name, value in capture.values.items():
+            self._registry[name].release(value)
+
+    def changed(self, capture: Capture) -> list[str]:
+        """Names of the objects whose large tensors are not those of the safe point any more."""
+        found = []
+        for name, mark in capture.marks.items():
+            try:
+                if mark.differs(self._registry[name].watched(capture.values[name])):
+                    found.append(name)
+            except (RuntimeError, KeyError):  # the script is adding modules or parameters this very moment
+                found.append(name)
+        return found

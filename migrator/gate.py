@@ -1,0 +1,259 @@
+"""What keeps optimizers from changing state while it is being read.
+
+From a safe point to the next `optimizer.step()` all large state stands still, so a
+save can read it from a side thread while the loop goes on. The gate is the one
+lock between the two: a step waits at it while a save reads, and a save waits at
+it while a step is on its way to the next safe point.
+
+    FRESH   nothing was trained or loaded       -> LOADED, DIRTY, CLEAN
+    LOADED  the state is that of a ckpt         -> DIRTY, CLEAN
+    CLEAN   the state is that of `capture`      -> DIRTY, CLEAN
+    DIRTY   an optimizer stepped since          -> CLEAN
+
+The hooks are global ones: an optimizer that is not registered changes the same
+weights, and a step inside `backward()` or a compiled graph counts as well. A
+thread that is already between a step and a safe point never waits.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from migrator.capture import Capture, Capturer
+
+_TICK_S = 0.05
+"""Waits are cut in pieces: a Python signal handler runs in the main thread between them."""
+
+
+class Phase(enum.Enum):
+    FRESH = "fresh"
+    LOADED = "loaded"
+    CLEAN = "clean"
+    DIRTY = "dirty"
+
+
+_ALLOWED = {
+    Phase.FRESH: {Phase.LOADED, Phase.DIRTY, Phase.CLEAN},
+    Phase.LOADED: {Phase.DIRTY, Phase.CLEAN},
+    Phase.CLEAN: {Phase.DIRTY, Phase.CLEAN},
+    Phase.DIRTY: {Phase.CLEAN},
+}
+
+
+class Gate:
+    """The lock between the training loop and a save."""
+
+    def __init__(self, capturer: Capturer) -> None:
+        self._capturer = capturer
+        self._cond = threading.Condition()
+        self.phase = Phase.FRESH
+        self.capture: Capture | None = None
+        self.is_due = False
+        """A save waits for a safe point: the next capture takes everything."""
+        self.holds_main = False
+        """Objects that change outside steps: the main thread stays in the safe point while a save reads."""
+        self.is_leaving = False
+        """No step is made any more, whatever happens."""
+        self.is_closed = False
+        """The main thread will make no more safe points."""
+        self._is_shut = False
+        self._waiting = 0
+        self._hooks: list[Any] = []
+
+        self._takers = 0
+        self._least_step = 0
+        self._held = 0
+        """The main thread stands in a safe point and stays there."""
+
+        # Replaced by the job: called in the stepping thread before and after each step.
+        self.before_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
+        self.after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
+        self.may_leave: Callable[[], bool] = lambda: False
+        """Whether the outcome of leaving is known, or not worth waiting for any more."""
+        self.leave: Callable[[], NoReturn]
+        """Ends the thread that calls it."""
+
+    # The training side.
+
+    def install(self) -> None:
+        """Watch all optimizers of this process."""
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self.before_step(optimizer)
+            if self.phase is not Phase.DIRTY:
+                self._enter()
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self.after_step(optimizer)
+
+        # A compiled step would be traced through the hooks, with guards on our state and warnings about our calls.
+        before, after = map(torch.compiler.disable, (before, after))
+        self._hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _enter(self) -> None:
+        """Wait until no save reads, then let the step change state."""
+        with self._cond:
+            if self._is_shut or self.is_leaving:
+                self._wait_while_shut()
+            # Another thread may have come through first: backward() steps on as many as there are devices.
+            if self.phase is not Phase.DIRTY:
+                self._to(Phase.DIRTY)
+
+    def _wait_while_shut(self) -> None:
+        self._waiting += 1
+        self._cond.notify_all()
+        try:
+            # Bounded by the save: every attempt opens the gate when it ends, and its writes have deadlines.
+            while self._is_shut or self.is_leaving:
+                if self.is_leaving and self.may_leave():
+                    self.leave()
+                if self.is_leaving and self._needs_another():
+                    return
+                self._cond.wait(_TICK_S)
+        finally:
+            self._waiting -= 1
+
+    def _needs_another(self) -> bool:
+        """Leaving, but this safe point cannot be saved any more: the loop must go on to the next one."""
+        return self.phase is Phase.CLEAN and not self._is_savable()
+
+    @property
+    def is_unsavable(self) -> bool:
+        """This safe point is lost for saving; the next one is needed."""
+        with self._cond:
+            return self.phase is Phase.CLEAN and not self._is_savable()
+
+    def park(self) -> None:
+        """Between two batches: stay until the process may leave. Returns only if another safe point is needed."""
+        with self._cond:
+            self._held += 1
+            try:
+                if self.phase is not Phase.DIRTY:
+                    self._wait_while_shut()
+            finally:
+                self._held -= 1
+
+    def publish(self, capture: Capture, *, may_stay: bool = True) -> None:
+        """The main thread stands at a safe point and its state is `capture`."""
+        with self._cond:
+            before, self.capture = self.capture, capture
+            self._to(Phase.CLEAN)
+            if before is not None and before.pins == 0:
+                self._capturer.release(before)
+            self._cond.notify_all()
+            if may_stay and self.is_due and (self.holds_main or self.is_leaving):
+                self._stay()
+            elif may_stay and self._takers:
+                # The save waits for exactly this; woken up, it would find the next step begun.
+                while self._takers and self._is_wanted(capture) and not self._is_shut and not self.is_leaving:
+                    self._cond.wait(_TICK_S)
+
+    def _stay(self) -> None:
+        self._held += 1
+        try:
+            # The save takes the gate within a tick; from then on it is shut until the reading is done.
+            # A safe point that it cannot take, or threw away meanwhile, or does not mean, is not worth staying in.
+            while self.is_due and self._is_wanted(self.capture) and not self._is_shut and not self.is_leaving:
+                self._cond.wait(_TICK_S)
+            self._wait_while_shut()
+        finally:
+            self._held -= 1
+
+    def loaded(self) -> None:
+        with self._cond:
+            self._to(Phase.LOADED)
+
+    def close(self) -> None:
+        """The main thread is on its way out: whoever waits for a safe point waits in vain."""
+        with self._cond:
+            self.is_closed = True
+            self._cond.notify_all()
+
+    def _to(self, phase: Phase) -> None:
+        if phase not in _ALLOWED[self.phase]:
+            raise AssertionError(f"gate: {self.phase.name} -> {phase.name}")
+        self.phase = phase
+
+    # The saving side.
+
+    @property
+    def someone_waits(self) -> bool:
+        return self._waiting > 0
+
+    def announce(self, *, is_leaving: bool = False) -> None:
+        """A save is wanted: captures are whole from now on; when leaving, no new step begins."""
+        with self._cond:
+            self.is_due = True
+            self.is_leaving = self.is_leaving or is_leaving
+            self._cond.notify_all()
+
+    def take(self, wait_s: float, *, least_step: int = 0) -> Capture | None:
+        """Shut the gate on a safe point that can be saved, and pin it. None: there is none yet."""
+        with self._cond:
+            self._least_step = least_step
+            if not self._is_wanted(self.capture):
+                self._takers += 1
+                self._cond.wait(wait_s)
+                self._takers -= 1
+            capture = self.capture
+            if capture is None or not self._is_wanted(capture):
+                return None
+            self._is_shut = True
+            capture.pins += 1
+            self._cond.notify_all()
+            return capture
+
+    def _is_savable(self) -> bool:
+        capture = self.capture
+        if self.phase is not Phase.CLEAN or capture is None or capture.spoiled or capture.missing:
+            return False
+        # Closed: the main thread stands where it will train no more.
+        return self._held > 0 or self.is_closed or not self.holds_main
+
+    @property
+    def is_over(self) -> bool:
+        """There is no safe point that can be saved, and there will be none."""
+        with self._cond:
+            return self.is_closed and not self._is_savable()
+
+    def _is_wanted(self, capture: Capture | None) -> bool:
+        return self._is_savable() and capture is not None and capture.step >= self._least_step
+
+    def open(self) -> None:
+        """The reading is done, or given up: steps may go on."""
+        with self._cond:
+            self._is_shut = False
+            self._cond.notify_all()
+
+    def settle(self, *, keep_due: bool = False) -> None:
+        """The save is over, for better or worse."""
+        with self._cond:
+            self._is_shut = False
+            self.is_due = keep_due
+            self._cond.notify_all()
+
+    def spoil(self, capture: Capture) -> None:
+        """This safe point cannot be saved any more."""
+        with self._cond:
+            capture.spoiled = True
+            self._cond.notify_all()
+
+    def unpin(self, capture: Capture) -> None:
+        with self._cond:
+            capture.pins -= 1
+            if capture.pins == 0 and capture is not self.capture:
+                self._capturer.release(capture)

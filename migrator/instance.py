@@ -1,0 +1,125 @@
+"""The one object a training script talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any, Protocol, TypeVar, cast
+
+from migrator import events, settings
+from migrator.errors import UsageError
+from migrator.life import Life, refuse_several_ranks
+from migrator.registry import Registry
+
+Batch_co = TypeVar("Batch_co", covariant=True)
+Batch = TypeVar("Batch")
+
+
+class Loader(Sized, Iterable[Batch_co], Protocol[Batch_co]):
+    """What `batches()` takes: anything that can be iterated again and knows its length."""
+
+
+class Migrator:
+    """Registers what makes up the training, listens for the signal, saves, and loads.
+
+    One instance is made with the package (`from migrator import migrator`). Another
+    one is only of use in tests: a process listens once.
+    """
+
+    def __init__(self) -> None:
+        self._registry = Registry()
+        self._life: Life | None = None
+
+    def register(self, name: str, value: Any) -> None:
+        """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
+
+        Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
+        arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
+        """
+        if self._life is not None:
+            raise UsageError(
+                f"register({name!r}, ...) after listening(): it would be missing in saves made meanwhile "
+                "and in what was loaded. Register everything first."
+            )
+        self._registry.add(name, value)
+
+    def listening(
+        self,
+        *,
+        ckpt: str | None = None,
+        job: str | None = None,
+        signal: str | None = None,
+        grace_s: float | None = None,
+        every: str | int | None = None,
+        keep: int | None = None,
+        exit_code: int | None = None,
+        resume: str | None = None,
+    ) -> None:
+        """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
+
+        An argument beats its environment variable (`MIGRATOR_CKPT`, `MIGRATOR_JOB`, ...).
+        """
+        import threading
+
+        if self._life is not None:
+            raise UsageError("listening() was called already: once is enough.")
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "listening() was called in a side thread, where Python delivers no signals. Call it in the main thread."
+            )
+        if not len(self._registry):
+            raise UsageError(
+                "listening() before any register(): there would be nothing to save. "
+                'Call migrator.register("model", model) and so on first.'
+            )
+        refuse_several_ranks()
+        events.ensure_visible()
+        given = {
+            "ckpt": ckpt,
+            "job": job,
+            "signal": signal,
+            "grace_s": grace_s,
+            "every": every,
+            "keep": keep,
+            "exit_code": exit_code,
+            "resume": resume,
+        }
+        import os
+
+        self._life = Life(settings.read(given, os.environ), self._registry)
+
+    @property
+    def resume(self) -> bool:
+        """There is a ckpt to go on from. Known after `listening()`."""
+        return self._listening("resume").can_load
+
+    def load_ckpt(self, map_location: Any = None) -> str | None:
+        """Restore everything registered from the newest whole ckpt; its name, or None if there is none.
+
+        `map_location` is accepted as the predecessor did and means nothing: what is
+        loaded goes to where the registered objects are.
+        """
+        return self._listening("load_ckpt()").load()
+
+    def batches(self, loader: Loader[Batch]) -> Loader[Batch]:
+        """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point."""
+        return cast("Loader[Batch]", self._listening("batches()").batches(loader))
+
+    def safe_point(self) -> None:
+        """Say that the loop could start again right here. Not needed with `batches()`."""
+        life = self._listening("safe_point()")
+        life.mark_explicit()
+        life.safe_point()
+
+    def save_ckpt(self, wait: bool = True) -> str | None:
+        """Save now; with `wait` it returns the name when the ckpt is durable, without it training goes on at once.
+
+        After a step this is a safe point; elsewhere the last safe point is saved.
+        """
+        return self._listening("save_ckpt()").save(wait=wait)
+
+    def _listening(self, what: str) -> Life:
+        if self._life is None:
+            raise UsageError(
+                f"{what} before listening(): call register() for each object, then listening(), then this."
+            )
+        return self._life

@@ -1,0 +1,543 @@
+"""One adapter for each kind of thing that can be registered.
+
+An adapter knows three moments. At a safe point the main thread *captures* what
+can move on before the next optimizer step; that must be cheap. While a save
+reads, `frozen` makes of it one value for the typed tree, whose large tensors are
+still the live ones. After a load, `restore` puts such a value back in place, so
+that every reference the script holds stays valid.
+
+Large tensors that only `optimizer.step()` changes are never copied at a safe
+point: they are `watched`, and the canary tells if the assumption was wrong.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from migrator.tree import Stored
+
+LARGE_BYTES = 16 * 1024
+"""A tensor above this size is read live from registered containers, below it is copied at each safe point."""
+
+_SCALARS = {type(None), bool, int, float, str, bytes}
+
+
+class LayoutChanged(Exception):  # noqa: N818 - internal, never seen by a user
+    """What is registered has other tensors than at the safe point: take a new capture first."""
+
+
+class Kind(ABC):
+    """What the rest of the package knows about a registered object."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    @abstractmethod
+    def capture(self) -> Any:
+        """Main thread, at a safe point: a copy of all that may change before the next step."""
+
+    def watched(self, captured: Any) -> list[Tensor]:
+        """The tensors that must stay as they are until the next step, as they are found now."""
+        return large_tensors(captured)
+
+    def frozen(self, captured: Any) -> Any:
+        """The value for the ckpt: what was captured, and the live large tensors."""
+        return captured
+
+    def standing(self, frozen: Any) -> list[Tensor]:
+        """The tensors of `frozen` that were looked up only now and must be those of the safe point."""
+        return []
+
+    def release(self, captured: Any) -> None:  # noqa: B027 - most kinds keep nothing to reuse
+        """The capture is no longer needed; its memory may be used for another one."""
+
+    def homes(self, value: Any) -> dict[str, Tensor]:
+        """Where the stored tensors of a ckpt's value live in this process; others go to fresh memory."""
+        return dict(_pairs(value, self.live()))
+
+    def live(self) -> Any:
+        """The present value with the present tensors, in the shape `frozen` gives."""
+        return self.target
+
+    def differences(self, value: Any) -> list[str]:
+        """Why a ckpt's value does not fit, a line each, with paths below the registered name."""
+        return []
+
+    @abstractmethod
+    def restore(self, value: Any) -> None:
+        """Put the value back, in place."""
+
+
+def large_tensors(value: Any) -> list[Tensor]:
+    """All tensors above `LARGE_BYTES` in a captured value."""
+    if isinstance(value, Tensor):
+        return [value] if value.nbytes > LARGE_BYTES else []
+    if isinstance(value, dict):
+        return [t for v in value.values() if type(v) not in _SCALARS for t in large_tensors(v)]
+    if isinstance(value, (list, tuple, deque)):
+        return [t for v in value if type(v) not in _SCALARS for t in large_tensors(v)]
+    return []
+
+
+def copied(value: Any) -> Any:
+    """A copy that stays as it is: containers and small tensors copied, large tensors kept by reference."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if isinstance(value, dict):
+        # The types of 10^5 values are looked at far quicker than the values.
+        if set(map(type, value.values())) <= _SCALARS:
+            return _same_kind(value, dict(value))
+        return _same_kind(value, {key: copied(item) for key, item in value.items()})
+    if isinstance(value, (list, deque)):
+        flat = set(map(type, value)) <= _SCALARS
+        items = list(value) if flat else [copied(item) for item in value]
+        return deque(items, value.maxlen) if isinstance(value, deque) else items
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple):
+        return tuple(copied(item) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return kind(value)
+    if isinstance(value, Tensor):
+        return value.detach() if value.nbytes > LARGE_BYTES else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value  # numpy scalars, dtypes, devices: immutable; anything else is refused by the typed tree
+
+
+def _same_kind(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    return OrderedDict(items) if isinstance(like, OrderedDict) else items
+
+
+def _pairs(saved: Any, live: Any) -> Iterable[tuple[str, Tensor]]:
+    """Stored tensors of a ckpt's value beside the live tensors at the same place."""
+    if isinstance(saved, Stored):
+        if isinstance(live, Tensor):
+            yield saved.name, live
+    elif isinstance(saved, dict) and isinstance(live, dict):
+        for key in saved.keys() & live.keys():
+            yield from _pairs(saved[key], live[key])
+    elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        for one, other in zip(saved, live, strict=False):
+            yield from _pairs(one, other)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape)
+
+
+def put_back(saved: Any, live: Any) -> Any:
+    """`saved`, in the objects of `live` where they are of the same kind, so that aliases stay true."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        merged = {key: put_back(item, live.get(key)) for key, item in saved.items()}
+        live.clear()
+        live.update(merged)
+        return live
+    if isinstance(live, list) and isinstance(saved, list):
+        room = [*live, *[None] * max(0, len(saved) - len(live))]
+        live[:] = [put_back(item, old) for item, old in zip(saved, room, strict=False)]
+        return live
+    if isinstance(live, (set, deque)) and type(saved) is type(live):
+        live.clear()
+        cast(Any, live.update if isinstance(live, set) else live.extend)(saved)
+        return live
+    if _fits_in_place(saved, live):
+        if saved.data_ptr() != live.data_ptr():
+            with torch.no_grad():
+                live.copy_(saved)
+        return live
+    if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray):
+        if live.shape == saved.shape and live.dtype == saved.dtype and live.flags.writeable:
+            live[...] = saved
+            return live
+        return saved
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        return saved.to(live.device)
+    return saved
+
+
+def _fits_in_place(saved: Any, live: Any) -> bool:
+    return (
+        isinstance(saved, Tensor)
+        and isinstance(live, Tensor)
+        and saved.shape == live.shape
+        and saved.dtype == live.dtype
+    )
+
+
+class Container(Kind):
+    """dict, list, set or deque: restored in place, so that the script's own reference sees it."""
+
+    kind = "container"
+
+    def capture(self) -> Any:
+        return copied(self.target)
+
+    def differences(self, value: Any) -> list[str]:
+        for family in (dict, list, set, deque):
+            if isinstance(self.target, family) != isinstance(value, family):
+                return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
+        return []
+
+    def restore(self, value: Any) -> None:
+        put_back(value, self.target)
+
+
+class TensorOrArray(Kind):
+    """One torch tensor or numpy array, restored in its own memory."""
+
+    kind = "tensor"
+
+    def capture(self) -> Any:
+        return copied(self.target)
+
+    def differences(self, value: Any) -> list[str]:
+        if isinstance(self.target, Tensor) != isinstance(value, (Tensor, Stored)):
+            return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
+        if _shape(value) != _shape(self.target):
+            return [f": shape is {_shape(self.target)} here, {_shape(value)} there"]
+        if value.dtype != self.target.dtype:
+            return [f": dtype is {self.target.dtype} here, {value.dtype} there"]
+        return []
+
+    def restore(self, value: Any) -> None:
+        put_back(value, self.target)
+
+
+class Generator(Kind):
+    """A random generator of the script's own: torch, numpy or Python."""
+
+    kind = "generator"
+
+    def capture(self) -> Any:
+        if isinstance(self.target, torch.Generator):
+            return self.target.get_state()
+        if isinstance(self.target, random.Random):
+            return self.target.getstate()
+        if isinstance(self.target, np.random.Generator):
+            return copied(self.target.bit_generator.state)
+        return self.target.get_state(legacy=False)
+
+    def live(self) -> Any:
+        return None
+
+    def restore(self, value: Any) -> None:
+        if isinstance(self.target, torch.Generator):
+            self.target.set_state(value)
+        elif isinstance(self.target, random.Random):
+            self.target.setstate(value)
+        elif isinstance(self.target, np.random.Generator):
+            self.target.bit_generator.state = value
+        else:
+            self.target.set_state(value)
+
+
+class Stateful(Kind):
+    """Anything with `state_dict()` and `load_state_dict()`: schedulers, samplers, metrics, the script's own."""
+
+    kind = "stateful"
+
+    def capture(self) -> Any:
+        return copied(self.target.state_dict())
+
+    def live(self) -> Any:
+        return None
+
+    def restore(self, value: Any) -> None:
+        self.target.load_state_dict(value)
+
+
+class Scheduler(Stateful):
+    """A learning rate scheduler. Its class must be the ckpt's: the fields of another mean other things."""
+
+    kind = "scheduler"
+
+    def capture(self) -> Any:
+        return {"class": type(self.target).__name__, "state": copied(self.target.state_dict())}
+
+    def differences(self, value: Any) -> list[str]:
+        return _class_difference(self.target, value)
+
+    def restore(self, value: Any) -> None:
+        self.target.load_state_dict(value["state"])
+
+
+class Scaler(Stateful):
+    """A GradScaler. On a device its two tensors are cloned there: `state_dict()` would synchronise."""
+
+    kind = "scaler"
+
+    def capture(self) -> Any:
+        scale = getattr(self.target, "_scale", None)
+        if not isinstance(scale, Tensor) or scale.device.type == "cpu" or not self.target.is_enabled():
+            return copied(self.target.state_dict())
+        return {
+            "scale": scale.detach().clone(),
+            "growth_factor": self.target.get_growth_factor(),
+            "backoff_factor": self.target.get_backoff_factor(),
+            "growth_interval": self.target.get_growth_interval(),
+            "_growth_tracker": self.target._growth_tracker.detach().clone(),
+        }
+
+    def frozen(self, captured: Any) -> Any:
+        # The one place where the device is waited for: on the saving side, not in the loop.
+        return {key: v.item() if isinstance(v, Tensor) else v for key, v in captured.items()}
+
+
+def _class_difference(target: Any, value: Any) -> list[str]:
+    if not isinstance(value, dict) or "class" not in value:
+        return [": the ckpt holds something else under this name"]
+    if value["class"] != type(target).__name__:
+        return [f": is a {type(target).__name__} here, a {value['class']} there"]
+    return []
+
+
+class Module(Kind):
+    """A module without its DDP, DataParallel or compile wrapper.
+
+    Parameters are read live. Buffers are copied at each safe point: BatchNorm
+    changes its running statistics in forward, and no version counter shows it.
+    """
+
+    kind = "module"
+
+    def __init__(self, target: nn.Module) -> None:
+        super().__init__(target)
+        self._spare: list[tuple[list[Tensor], list[Tensor]]] = []
+        """Buffers and copies of them that nobody needs any more."""
+        self._scan()
+
+    def _scan(self) -> None:
+        # The dicts of the modules, not the tensors: a reassigned buffer is found under its name.
+        self._params: list[tuple[dict[str, Any], str]] = []
+        self._buffers: list[tuple[dict[str, Any], str]] = []
+        self._extra: list[nn.Module] = []
+        names = (name for name, _ in self.target.named_parameters(remove_duplicate=False))
+        self._names = {name.replace("_orig_mod.", "") for name in names}
+        for module in self.target.modules():
+            self._params += [(module._parameters, k) for k, v in module._parameters.items() if v is not None]
+            self._buffers += [
+                (module._buffers, k)
+                for k, v in module._buffers.items()
+                if v is not None and k not in module._non_persistent_buffers_set
+            ]
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self._extra.append(module)
+
+    def capture(self) -> Any:
+        live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
+        return live, self._copy(live), [copied(module.get_extra_state()) for module in self._extra]
+
+    def _copy(self, live: list[Tensor]) -> list[Tensor]:
+        if not live:
+            return []
+        with torch.no_grad():
+            while self._spare:
+                before, copies = self._spare.pop()
+                if len(before) == len(live) and all(map(operator.is_, before, live)):
+                    torch._foreach_copy_(copies, live)
+                    return copies
+            return [tensor.detach().clone() for tensor in live]
+
+    def release(self, captured: Any) -> None:
+        if len(self._spare) < 2:
+            self._spare.append((captured[0], captured[1]))
+
+    def watched(self, captured: Any) -> list[Tensor]:
+        # One may be taken away since: pruned, merged, replaced by None.
+        params = [param for slots, key in self._params if (param := slots.get(key)) is not None]
+        return params + large_tensors(captured[2])
+
+    def standing(self, frozen: Any) -> list[Tensor]:
+        return [value for key, value in frozen.items() if key in self._names and isinstance(value, Tensor)]
+
+    def frozen(self, captured: Any) -> Any:
+        live, copies, extra = captured
+        copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
+        params = {id(slots.get(key)) for slots, key in self._params}
+        found: dict[str, Any] = {}
+        extras = iter(extra)
+        for key, value in self._state().items():
+            if isinstance(value, Tensor) and id(value) in copy_of:
+                found[key] = copy_of[id(value)]
+                if value.shape != found[key].shape:  # its `.data` was exchanged for one of another shape
+                    self._spare.clear()
+                    raise LayoutChanged(key)
+            elif key.endswith("_extra_state"):
+                found[key] = next(extras, None)
+            elif (isinstance(value, nn.Parameter) and id(value) not in params) or (
+                isinstance(value, Tensor) and self._is_buffer(value)
+            ):
+                self._scan()
+                raise LayoutChanged(key)
+            else:
+                # A second handle: the script may exchange a parameter's `.data` from here on.
+                found[key] = value.detach() if isinstance(value, Tensor) else value
+        return found
+
+    def _is_buffer(self, value: Tensor) -> bool:
+        return any(value is buffer for buffer in self.target.buffers())
+
+    def _state(self) -> dict[str, Any]:
+        # A compiled submodule adds a name to the path that a plain one does not have.
+        state = self.target.state_dict(keep_vars=True)
+        return {key.replace("_orig_mod.", ""): value for key, value in state.items()}
+
+    def live(self) -> Any:
+        return self._state()
+
+    def differences(self, value: Any) -> list[str]:
+        here = {k: v for k, v in self._state().items() if isinstance(v, Tensor)}
+        if not isinstance(value, dict):
+            return [": the ckpt holds something else under this name"]
+        there = {k: v for k, v in value.items() if isinstance(v, (Tensor, Stored))}
+        found = [f"/{key}: in the ckpt, not in the module" for key in there if key not in here]
+        found += [f"/{key}: in the module, not in the ckpt" for key in here if key not in there]
+        for key in (k for k in here if k in there):
+            if _shape(here[key]) != _shape(there[key]):
+                found.append(f"/{key}: shape is {_shape(here[key])} here, {_shape(there[key])} there")
+            elif here[key].dtype != there[key].dtype:
+                found.append(f"/{key}: dtype is {here[key].dtype} here, {there[key].dtype} there")
+        return found
+
+    def restore(self, value: Any) -> None:
+        here = self._state()
+        names = {key.replace("_orig_mod.", ""): key for key in self.target.state_dict(keep_vars=True)}
+        rest: dict[str, Any] = {}
+        for key, saved in value.items():
+            live = here.get(key)
+            if isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live):
+                put_back(saved, live)
+            else:
+                rest[names.get(key, key)] = saved
+        if rest:
+            self.target.load_state_dict(rest, strict=False)
+
+    def _owns(self, tensor: Tensor) -> bool:
+        if not hasattr(self, "_own"):
+            self._own = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
+        return id(tensor) in self._own
+
+
+class Optimizer(Kind):
+    """An optimizer. Its state changes in `step()` only and is read live; its groups are captured.
+
+    The groups hold the learning rate, which a scheduler changes between a safe
+    point and the next step.
+    """
+
+    kind = "optimizer"
+
+    def capture(self) -> Any:
+        groups = self.target.param_groups
+        return [
+            (tuple(group["params"]), {key: copied(v) for key, v in group.items() if key != "params"})
+            for group in groups
+        ]
+
+    def watched(self, captured: Any) -> list[Tensor]:
+        values = [value for state in self.target.state.values() for value in state.values()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) != len(values):
+            # LBFGS keeps its history in lists.
+            nested = [v for v in values if isinstance(v, (list, tuple, dict))]
+            tensors += [t for value in nested for t in _tensors(value)]
+        return tensors + [t for _, rest in captured for t in large_tensors(rest)]
+
+    def standing(self, frozen: Any) -> list[Tensor]:
+        return _tensors(frozen["state"])
+
+    def frozen(self, captured: Any) -> Any:
+        index = {id(p): i for i, p in enumerate(p for params, _ in captured for p in params)}
+        state: dict[Any, Any] = {}
+        for key, value in self.target.state.items():
+            if isinstance(key, Tensor) and id(key) not in index:
+                raise LayoutChanged(f"state of a parameter of shape {tuple(key.shape)}")
+            state[index[id(key)] if isinstance(key, Tensor) else key] = _kept(value)
+        return {
+            "class": type(self.target).__name__,
+            "shapes": [[list(p.shape) for p in params] for params, _ in captured],
+            "groups": [dict(rest) for _, rest in captured],
+            "state": state,
+        }
+
+    def live(self) -> Any:
+        return None
+
+    def homes(self, value: Any) -> dict[str, Tensor]:
+        return {}
+
+    def differences(self, value: Any) -> list[str]:
+        wrong = _class_difference(self.target, value)
+        if wrong:
+            return wrong
+        here = [[tuple(p.shape) for p in group["params"]] for group in self.target.param_groups]
+        there = [[tuple(shape) for shape in group] for group in value["shapes"]]
+        if len(here) != len(there):
+            return [f": {len(here)} param_groups here, {len(there)} there"]
+        found = []
+        for number, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+            if len(ours) != len(theirs):
+                found.append(f"/group {number}: {len(ours)} parameters here, {len(theirs)} there")
+                continue
+            found += [
+                f"/group {number}, parameter {i}: shape is {one} here, {other} there"
+                for i, (one, other) in enumerate(zip(ours, theirs, strict=True))
+                if one != other
+            ]
+        return found
+
+    def restore(self, value: Any) -> None:
+        groups = self.target.param_groups
+        params = [(p, not g.get("capturable") and not g.get("fused")) for g in groups for p in g["params"]]
+        # Not load_state_dict(): it casts float32 momentum to a bfloat16 parameter's type.
+        for group, saved in zip(self.target.param_groups, value["groups"], strict=True):
+            put_back({**{k: v for k, v in group.items() if k == "params"}, **saved}, group)
+        self.target.state.clear()
+        for key, state in value["state"].items():
+            if not isinstance(key, int):
+                self.target.state[key] = state
+                continue
+            owner, counts_on_cpu = params[key]
+            self.target.state[owner] = _at_home(state, owner, counts_on_cpu)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _kept(value: Any) -> Any:
+    """The structure copied, every tensor a second handle on the live memory."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _kept(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_kept(item) for item in value)
+    return value
+
+
+def _at_home(value: Any, owner: Any, on_cpu: bool) -> Any:
+    """State tensors on the device of their parameter, but for counters that torch keeps on the CPU."""
+    if isinstance(value, Tensor):
+        return value if on_cpu else value.to(owner.device)
+    if isinstance(value, dict):
+        return {key: _at_home(item, owner, on_cpu and key == "step") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_at_home(item, owner, on_cpu) for item in value)
+    return value

@@ -1,0 +1,127 @@
+"""How a process leaves once its state is safe, or cannot be made safe any more.
+
+Before the commit nothing may end the process; after it nothing is left to lose.
+So the main thread is called back with `Migrated`, wherever it is, that its
+`finally` blocks run. Only a main thread that cannot be called back (hung in C)
+is ended by `os._exit`, and so is one whose clean-up outlives the deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from migrator.errors import Migrated
+from migrator.events import log
+from migrator.sigterm import Sigterm
+from migrator.watcher import News
+
+CALL_BACK_S = 2.0
+"""So long may the main thread take to come back from C code."""
+HOOK_READS_S = 2.0
+"""So long an exit waits for the hook to have read its answer: the container may end with this process."""
+STUCK_S = 5.0
+"""Past the deadline, a save that has not advanced for so long is waited for no more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the news."""
+
+    is_safe: bool
+    why: str
+    ckpt: str | None = None
+    step: int | None = None
+    size: int = 0
+
+
+class Leaving:
+    """From the news to the end of the process."""
+
+    def __init__(self, *, sigterm: Sigterm, exit_code: int) -> None:
+        self._sigterm = sigterm
+        self._exit_code = exit_code
+        self.news: News | None = None
+        self.outcome: Outcome | None = None
+        self.is_decided = threading.Event()
+        self.main_is_out = threading.Event()
+        self.hook: int | None = None
+        """The process that waits for the answer, if it said so."""
+        self.advanced_s = time.monotonic()
+        """When the save last wrote something."""
+
+    def begin(self, news: News) -> bool:
+        """Take the first news; later ones add nothing but, perhaps, a request to answer."""
+        if self.news is not None:
+            return False
+        self.news = news
+        self.advanced_s = time.monotonic()
+        return True
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, less what answering and exiting take."""
+        assert self.news is not None
+        return self.news.deadline_s - time.monotonic() - 0.5
+
+    def decide(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.is_decided.set()
+
+    def migrated(self) -> Migrated:
+        """The exception that ends the thread it is raised in."""
+        # A side thread of the script may leave the gate this way too; the main thread is still to be called.
+        if threading.current_thread() is threading.main_thread():
+            self._sigterm.was_raised.set()
+        outcome = self.outcome
+        return Migrated(
+            self._exit_code,
+            ckpt=outcome.ckpt if outcome else None,
+            step=outcome.step if outcome else None,
+        )
+
+    def may_leave(self) -> bool:
+        """The outcome is known, or nothing moves any more although the deadline is over."""
+        if self.is_decided.is_set():
+            return True
+        stuck_s = time.monotonic() - self.advanced_s
+        return self.news is not None and self.left_s < 0 and stuck_s > STUCK_S
+
+    def leave(self) -> NoReturn:
+        """Out, with the exit code of a clean SIGTERM death."""
+        raise self.migrated()
+
+    def see_off(self) -> None:
+        """Side thread, after the outcome: get the main thread out, by force if need be."""
+        assert self.news is not None
+        self._sigterm.raise_now = self.migrated
+        end_s = time.monotonic() + CALL_BACK_S
+        while not (self._sigterm.was_raised.is_set() or self.main_is_out.is_set()):
+            if time.monotonic() > end_s:
+                self.exit_now("the main thread did not come back")
+            self._sigterm.call_main()
+            self._sigterm.was_raised.wait(0.1)
+        while not self.main_is_out.wait(0.05):
+            if time.monotonic() > max(end_s, self.news.deadline_s):
+                self.exit_now("cleaning up took longer than the grace")
+
+    def exit_now(self, why: str) -> None:
+        """End the process without another line of the script's code."""
+        log("left_hard", level=logging.WARNING, why=why, exit_code=self._exit_code)
+        flusher = threading.Thread(target=_flush, daemon=True)
+        flusher.start()
+        flusher.join(0.3)  # a stream whose lock the hung thread holds must not hold us
+        os._exit(self._exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue

@@ -1,0 +1,450 @@
+"""One life of the job: from `listening()` to the end of the process.
+
+Puts the parts together and decides where safe points are. Everything a save will
+need is imported and made here, before there is anything to be in a hurry about.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import torch
+
+from migrator import environment, legacy, lineage, loading, randomness, signal_file
+from migrator.capture import Capturer
+from migrator.errors import (
+    CkptCorrupt,
+    NoUsableCkpt,
+    ResumeIgnored,
+    SaveFailed,
+    UsageError,
+)
+from migrator.events import log
+from migrator.gate import Gate, Phase
+from migrator.leaving import HOOK_READS_S, Leaving, Outcome
+from migrator.loop import Batches, Loops, Place
+from migrator.registry import Registry
+from migrator.saver import Saver
+from migrator.saving import Saved, Workshop
+from migrator.settings import Settings
+from migrator.signal_file import SignalFile
+from migrator.sigterm import Sigterm
+from migrator.storage import LocalStorage
+from migrator.watcher import Watcher
+
+EXIT_WAIT_S = 600.0
+"""An exit waits so long at most for a save under way that nobody set a deadline for."""
+
+
+class Life:
+    """What `listening()` starts and the end of the process closes."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self.settings = settings
+        self._registry = registry
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self.step = 0
+        self.is_loaded = False
+        self._finished_before: frozenset[int] | None = None
+        self._finished: set[int] = set()
+        self._steps = 0
+        self._known_optimizers: set[int] = {id(o) for o in registry.optimizers()}
+        self._is_explicit = False
+        """The script marks its safe points, by `batches()` or `safe_point()`."""
+        self._unsaved_steps = 0
+        self._forward_hooks: list[Any] = []
+
+        self._file = SignalFile(settings.signal)
+        storage = LocalStorage(settings.ckpt, settings.job)
+        storage.check()
+        self._storage = storage
+        self._generation = lineage.claim(storage, fresh=settings.resume == "never", about=_about())
+        self._say_where()
+        lineage.wait_for_leaving(storage, self._generation.lineage)
+        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        self._legacy = self._find_legacy()
+        self._check_required()
+
+        self._capturer = Capturer(registry)
+        self.gate = Gate(self._capturer)
+        self._sigterm = Sigterm()
+        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
+        shop = Workshop(storage, self._generation, settings.job, registry, self._capturer, self.gate)
+        self._saver = Saver(shop, settings, self._leaving, self._file)
+        self._saver.explain_nothing = self._explain_nothing
+        self._place = Place()
+        self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
+        self._watcher = Watcher(
+            sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._saver.tell
+        )
+        self._start()
+
+    # Beginning.
+
+    def _say_where(self) -> None:
+        log(
+            "generation_claimed",
+            generation=self._generation.number,
+            continues=self._generation.continues,
+            root=self._storage.root,
+            job=self.settings.job,
+        )
+        for what, (there, here) in self._generation.differs.items():
+            log("other_script", level=logging.WARNING, what=what, there=there, here=here)
+        strangers = lineage.others(self._storage, self._generation.lineage)
+        if strangers:
+            log("other_lineage", level=logging.WARNING, ckpts=",".join(strangers))
+        if environment.in_kubernetes(os.environ) and environment.is_on_container_filesystem(self.settings.ckpt):
+            log(
+                "storage_warning",
+                level=logging.WARNING,
+                why=f"{self.settings.ckpt} is on the container's own file system and dies with the pod; "
+                "mount a volume there, or set MIGRATOR_CKPT to one",
+            )
+
+    def _find_legacy(self) -> Any:
+        file = self.settings.legacy_file
+        if self._candidates or self.settings.resume == "never" or file is None or not file.is_file():
+            return None
+        return file
+
+    def _check_required(self) -> None:
+        if self.settings.resume == "require" and not self.can_load:
+            raise NoUsableCkpt(
+                f"MIGRATOR_RESUME=require, but there is no ckpt of job {self.settings.job!r} "
+                f"under {self._storage.root}. Is the volume mounted, and are MIGRATOR_CKPT and MIGRATOR_JOB those of the run to be continued?"
+            )
+
+    def _start(self) -> None:
+        self._leave_by_open_request_or_say_init()
+        self.gate.before_step = self._before_step
+        self.gate.after_step = self._after_step
+        self.gate.may_leave = self._leaving.may_leave
+        self.gate.leave = self._leaving.leave
+        self.gate.install()
+        for module in self._registry.modules():
+            self._forward_hooks.append(module.register_forward_pre_hook(self._before_forward))
+        os.register_at_fork(after_in_child=self._forget)
+        atexit.register(self.close)
+        # Children of multiprocessing end by os._exit and run no atexit.
+        multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+        self._sigterm.install()
+        self._watcher.start()
+        self._saver.start()
+        log(
+            "listening",
+            signal=self.settings.signal,
+            grace_s=self.settings.grace_s,
+            every=self.settings.every,
+            registered=",".join(name for name, _ in self._registry),
+        )
+
+    def _leave_by_open_request_or_say_init(self) -> None:
+        """An open request stays for the watcher to find; anything else in the file is history."""
+        fingerprint = self._file.fingerprint()
+        mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
+        found = self._file.read()
+        deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
+        if deadline is None:
+            self._file.write(signal_file.INIT, pids=os.getpid())
+
+    # Loading.
+
+    @property
+    def can_load(self) -> bool:
+        if self.settings.resume == "never":
+            return False
+        return bool(self._candidates) or self._legacy is not None
+
+    def load(self) -> str | None:
+        """The newest ckpt that is whole, into everything registered."""
+        if self.gate.phase not in (Phase.FRESH, Phase.LOADED):
+            raise UsageError(
+                "load_ckpt() after the first optimizer step: the training done so far would be lost. "
+                "Call it right after listening()."
+            )
+        if not self.can_load:
+            return None
+        start_s = time.monotonic()
+        if self._legacy is not None:
+            legacy.load(self._legacy, self._registry)
+            self._after_load()
+            log("loaded_legacy", file=self._legacy)
+            return str(self._legacy)
+        loaded = self._newest_usable()
+        self.step = loaded.step
+        self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
+        if loaded.loop is not None:
+            self._place.load(loaded.loop, loaded.random)
+        if loaded.random:
+            randomness.restore(loaded.random)
+        self._after_load()
+        log("loaded", ckpt=loaded.ckpt, step=loaded.step, bytes=loaded.size, took_s=time.monotonic() - start_s)
+        return loaded.ckpt
+
+    def _newest_usable(self) -> loading.Loaded:
+        found = []
+        for name in self._candidates:
+            try:
+                return loading.load(self._storage, name, self._registry)
+            except CkptCorrupt as error:
+                found.append(str(error))
+                self._saver.bad |= {name}
+                log("ckpt_bad", level=logging.ERROR, ckpt=name, why=error)
+        raise NoUsableCkpt(
+            f"none of the {len(found)} ckpts under {self._storage.root} can be used:\n  "
+            + "\n  ".join(found)
+            + "\nNothing was deleted. Restore the volume, or start over knowingly: MIGRATOR_RESUME=never."
+        )
+
+    def _after_load(self) -> None:
+        self.is_loaded = True
+        self.gate.loaded()
+
+    # Training: where safe points are.
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.gate.is_leaving
+
+    def batches(self, loader: Any) -> Batches[Any]:
+        return Batches(loader, self.iterate)
+
+    def iterate(self, loader: Any) -> Any:
+        self.mark_explicit()
+        return self.loops.iterate(loader)
+
+    def mark_explicit(self) -> None:
+        """From now on only what the script marks is a safe point."""
+        if not self._is_explicit:
+            self._is_explicit = True
+            for hook in self._forward_hooks:
+                hook.remove()
+            self._forward_hooks.clear()
+
+    def boundary(self) -> None:
+        if self.gate.phase is Phase.DIRTY:
+            self.safe_point()
+
+    def entered(self) -> None:
+        if self.gate.phase is Phase.DIRTY:
+            self.safe_point()
+        elif self.gate.phase is Phase.CLEAN:
+            self._capture()
+
+    def left_early(self) -> None:
+        """A `break` and an exception look the same from here; what tells them apart is whether the step is complete."""
+        expected = self._finished_before
+        if expected is None:
+            expected = frozenset(id(o) for o in self._registry.optimizers())
+        if self.gate.phase is Phase.DIRTY and self._finished and self._finished == expected:
+            self.safe_point(may_stay=False)
+
+    def safe_point(self, *, may_stay: bool = True) -> None:
+        """The loop could start again here."""
+        self.step += 1
+        self._unsaved_steps = 0
+        self._finished_before, self._finished = frozenset(self._finished), set()
+        self.loops.count_current()
+        self._saver.at_step(self.step)
+        self._sigterm.take_back()
+        self._capture(may_stay=may_stay)
+
+    def _capture(self, *, may_stay: bool = True) -> None:
+        self.gate.publish(self._capturer.take(self.step, self._place.state(), full=self.gate.is_due), may_stay=may_stay)
+
+    def park(self) -> None:
+        self.gate.park()
+
+    def park_for_good(self) -> NoReturn:
+        """There will be no further batch: wait for the outcome, whatever it is."""
+        self.gate.close()
+        while not self._leaving.may_leave():
+            self._leaving.is_decided.wait(0.05)
+        self._leaving.leave()
+
+    def body_mark(self) -> object:
+        """Steps so far, and the gradients that the last parameter of each optimizer has."""
+        marks: list[object] = [self._steps]
+        for optimizer in self._registry.optimizers():
+            params = optimizer.param_groups[-1]["params"]
+            grad = params[-1].grad if params else None
+            marks.append(None if grad is None else (id(grad), grad._version))
+        return marks
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.gate.phase is Phase.FRESH:
+            self._check_resume_was_not_ignored()
+        if id(optimizer) not in self._known_optimizers:
+            self._meet(optimizer)
+        if not self._is_explicit and self.gate.phase is Phase.DIRTY and id(optimizer) in self._finished:
+            self._imply()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._steps += 1
+        self._finished.add(id(optimizer))
+
+    def _check_resume_was_not_ignored(self) -> None:
+        if self.can_load and not self.is_loaded and not self.gate.is_leaving:
+            newest = self._legacy or self._candidates[0]
+            raise ResumeIgnored(
+                f"there is a ckpt to go on from ({newest} under {self._storage.root}), but the script did not load it "
+                "and is about to train from the start. After listening(), add:\n"
+                "    if migrator.resume:\n        migrator.load_ckpt()\n"
+                "Or start over knowingly: MIGRATOR_RESUME=never."
+            )
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that is not registered: its momentum will not be in the ckpt."""
+        self._known_optimizers.add(id(optimizer))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                owner = self._registry.owner_of(param)
+                if owner is not None:
+                    log(
+                        "unregistered_optimizer",
+                        level=logging.WARNING,
+                        optimizer=type(optimizer).__name__,
+                        changes=owner,
+                        means="its own state is not saved: register it as well",
+                    )
+                    return
+
+    # Safe points that nobody wrote: the four lines of the predecessor.
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and self.gate.phase is Phase.DIRTY and self._finished and not self._is_explicit:
+            self._imply()
+
+    def _imply(self) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if len(self._registry.optimizers()) == 1:
+            if self._finished_before is None:
+                log(
+                    "implied_safe_points",
+                    level=logging.WARNING,
+                    means="an interrupted epoch is repeated from its start; "
+                    "for batch in migrator.batches(loader) goes on within it",
+                )
+            self.safe_point()
+            return
+        self._unsaved_steps += 1
+        if self._unsaved_steps == 3:
+            log(
+                "no_safe_point",
+                level=logging.WARNING,
+                optimizers=len(self._registry.optimizers()),
+                means="with several optimizers (or none registered) it cannot be told where a step is whole: "
+                "wrap the loader in migrator.batches(), or call migrator.safe_point(); until then nothing can be saved",
+            )
+
+    # Saving when asked.
+
+    def save(self, *, wait: bool) -> str | None:
+        """`save_ckpt()`: the newest safe point made durable."""
+        newest = self._saver.newest
+        if self.gate.phase in (Phase.FRESH, Phase.LOADED):
+            return newest.ckpt if newest else None
+        in_main = threading.get_ident() == self._thread
+        ticket = self._saver.ask()
+        if in_main and self.gate.phase is Phase.DIRTY:
+            # Whoever asks for a save here says that the state is whole here.
+            self.mark_explicit()
+            self.safe_point()
+        if not wait:
+            return None
+        while not ticket.done.wait(0.05):
+            if in_main and self.gate.is_unsavable:
+                log(
+                    "save_late",
+                    level=logging.WARNING,
+                    means="what is registered changed since the last safe point; it is saved at the next one",
+                )
+                return None
+            if self._leaving.may_leave():
+                self._leaving.leave()
+        if ticket.error is not None:
+            raise SaveFailed(f"the save was not made: {ticket.error}") from ticket.error
+        return ticket.saved.ckpt if ticket.saved else None
+
+    # Ending.
+
+    def _explain_nothing(self) -> Outcome:
+        """Nothing was trained in this life; what the last one left is still there."""
+        if self._saver.newest is not None:
+            newest = self._saver.newest
+            return Outcome(True, "nothing was trained since it was loaded", newest.ckpt, newest.step, 0)
+        if self.can_load and self._candidates:
+            return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", self._candidates[0])
+        return Outcome(False, "nothing to save: nothing was trained yet")
+
+    def close(self) -> None:
+        """At exit: let a running save end, stop all threads, take the signal file away. May be called twice."""
+        if os.getpid() != self._pid or self._leaving.main_is_out.is_set():
+            return
+        self._sigterm.is_exiting = True
+        self.gate.close()
+        news = self._leaving.news
+        if news is not None:
+            while not self._leaving.may_leave():
+                self._leaving.is_decided.wait(0.05)
+        self._leaving.main_is_out.set()
+        self._saver.close(EXIT_WAIT_S if news is None else 5.0)
+        self._watcher.close()
+        self.gate.remove()
+        self._sigterm.close()
+        if news is None:
+            self._file.remove()
+            return
+        self._wait_for_hook()
+        if getattr(sys, "last_value", None) is not None:
+            # An exception ended the script while it was leaving. The code must still say: start me again.
+            self._leaving.exit_now("an exception came while leaving")
+
+    def _wait_for_hook(self) -> None:
+        """The container may end with this process, and the hook with it, before it has read its answer."""
+        hook, end_s = self._leaving.hook, time.monotonic() + HOOK_READS_S
+        while hook is not None and environment.is_alive(hook) and time.monotonic() < end_s:
+            time.sleep(0.02)
+
+    def _forget(self) -> None:
+        """In a forked child: no instance, no gate, no threads."""
+        self.gate.before_step = self.gate.after_step = lambda _: None
+        self.gate.phase = Phase.DIRTY  # a thread between step and safe point never waits
+        self._is_explicit = True
+
+
+def _about() -> dict[str, Any]:
+    return {
+        "host": environment.pod_name(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "ranks": 1,
+        "script": sys.argv[0] if sys.argv else "",
+        "argv": sys.argv[1:],
+    }
+
+
+def refuse_several_ranks() -> None:
+    """This version saves one process; several would each save their own."""
+    from torch import distributed
+
+    size = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    if distributed.is_available() and distributed.is_initialized():
+        size = distributed.get_world_size()
+    if size > 1:
+        raise UsageError(
+            f"listening(): this job has {size} ranks; this version saves jobs of one process only. "
+            "Every rank would write a ckpt of its own."
+        )

@@ -1,0 +1,69 @@
+"""The random states of this process: torch, its devices, Python, numpy.
+
+Captured at every safe point, so the price counts: numpy's own `get_state` takes
+longer than all the rest together and is asked only if its state has moved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class _Numpy:
+    """numpy's global generator, read in full only when it moved since the last look.
+
+    The raw state (624 words and a position) shows every draw but one: the second
+    of a pair of normal numbers comes from a cache. So an unchanged raw state
+    proves nothing while that cache is full (`has_gauss`), and everything while
+    it is empty.
+    """
+
+    RAW_BYTES = 624 * 4 + 4
+
+    def __init__(self) -> None:
+        self._raw = b""
+        self._state: dict[str, Any] = {}
+
+    def capture(self) -> dict[str, Any] | None:
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        generator = numpy.random.mtrand._rand._bit_generator
+        if type(generator).__name__ != "MT19937":
+            return dict(numpy.random.get_state(legacy=False))
+        raw = ctypes.string_at(generator.ctypes.state_address, self.RAW_BYTES)
+        if raw != self._raw or self._state.get("has_gauss", 1):
+            self._raw, self._state = raw, dict(numpy.random.get_state(legacy=False))
+        return self._state
+
+
+_numpy = _Numpy()
+
+
+def capture() -> dict[str, Any]:
+    """All random states, as values the typed tree can hold. Does not touch any of them."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    numpy_state = _numpy.capture()
+    if numpy_state is not None:
+        state["numpy"] = numpy_state
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put all random states back. What this process does not have is left out."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(saved, device)

@@ -1,0 +1,184 @@
+"""What the script has registered, by name, and what is refused, with the way out.
+
+A refusal comes at `register()`, when nothing is lost yet; a save that found out
+about a lambda in a scheduler would find out in the last thirty seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from migrator import kinds, tree
+from migrator.errors import RegistrationError
+from migrator.sampler import ElasticSampler
+
+_SHARDED = {
+    "FullyShardedDataParallel": "FSDP shards the parameters over the ranks",
+    "FSDPModule": "FSDP2 shards the parameters over the ranks",
+    "ZeroRedundancyOptimizer": "it shards its state over the ranks",
+    "DeepSpeedEngine": "DeepSpeed shards its state over the ranks",
+    "DeepSpeedOptimizer": "DeepSpeed shards its state over the ranks",
+    "DeepSpeedZeroOptimizer": "DeepSpeed shards its state over the ranks",
+}
+
+
+class Registry:
+    """Names and their adapters, in the order of registration."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, kinds.Kind] = {}
+        self._targets: dict[str, Any] = {}
+
+    def add(self, name: str, value: Any) -> None:
+        """Take `value` under `name`, or refuse with a reason and what to do instead."""
+        if not isinstance(name, str) or not name or name.startswith("!") or set(name) & set("/\0\n\t"):
+            raise RegistrationError(
+                f"register({name!r}, ...): the name must be a text without '/', tabs and line ends, "
+                "and must not begin with '!'"
+            )
+        if name in self._kinds:
+            raise RegistrationError(
+                f"register({name!r}, ...): there is a {type(self._targets[name]).__name__} of this name already. "
+                "Give each object its own name, and register each once."
+            )
+        target = unwrapped(value)
+        for other, held in self._targets.items():
+            if held is target:
+                raise RegistrationError(
+                    f"register({name!r}, ...): the same object is registered as {other!r} already. Once is enough."
+                )
+        adapter = _adapter(name, target)
+        _check(name, adapter)
+        self._kinds[name], self._targets[name] = adapter, target
+
+    def __iter__(self) -> Iterator[tuple[str, kinds.Kind]]:
+        return iter(self._kinds.items())
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._kinds
+
+    def __getitem__(self, name: str) -> kinds.Kind:
+        return self._kinds[name]
+
+    def named(self, target: Any) -> str | None:
+        """The name under which this very object is registered."""
+        return next((name for name, held in self._targets.items() if held is target), None)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [t for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)]
+
+    def modules(self) -> list[nn.Module]:
+        return [t for t in self._targets.values() if isinstance(t, nn.Module)]
+
+    def owner_of(self, tensor: Tensor) -> str | None:
+        """The registered module this parameter belongs to."""
+        for name, target in self._targets.items():
+            if isinstance(target, nn.Module) and any(p is tensor for p in target.parameters()):
+                return name
+        return None
+
+
+def unwrapped(value: Any) -> Any:
+    """`value` without DDP, DataParallel and compile wrappers: they are this run's, not the state's."""
+    while True:
+        if isinstance(value, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            value = value.module
+        elif isinstance(value, nn.Module) and type(value).__name__ == "OptimizedModule":
+            value = value._orig_mod
+        else:
+            return value
+
+
+def _adapter(name: str, value: Any) -> kinds.Kind:
+    _refuse_sharded(name, value)
+    for fits, kind in _KINDS:
+        if fits(value):
+            return kind(value)
+    raise RegistrationError(
+        f"register({name!r}, ...): a {type(value).__name__} cannot be restored in place. "
+        + (
+            f"Put it into a dict that your script reads: register({name!r}, {{'value': ...}})."
+            if isinstance(value, (int, float, str, bytes, bool, tuple, frozenset, type(None)))
+            else "Give it state_dict() and load_state_dict(), or keep what matters of it in a dict."
+        )
+    )
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, torch.optim.Optimizer):
+        return False
+    # Hooks and overridden methods know something about the state that we do not.
+    plain = type(value).state_dict is torch.optim.Optimizer.state_dict
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return plain and not any(getattr(value, hook, None) for hook in hooks)
+
+
+def _is_scheduler(value: Any) -> bool:
+    return isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+
+
+def _is_stateful(value: Any) -> bool:
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
+
+
+# The first that fits decides: an optimizer is stateful as well.
+_KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
+    (lambda value: isinstance(value, nn.Module), kinds.Module),
+    (_is_optimizer, kinds.Optimizer),
+    (_is_scheduler, kinds.Scheduler),
+    (lambda value: isinstance(value, torch.amp.GradScaler), kinds.Scaler),
+    (lambda value: isinstance(value, ElasticSampler), kinds.Stateful),
+    (_is_generator, kinds.Generator),
+    (_is_stateful, kinds.Stateful),
+    (lambda value: isinstance(value, (dict, list, set, deque)), kinds.Container),
+    (lambda value: isinstance(value, (Tensor, np.ndarray)), kinds.TensorOrArray),
+]
+
+
+def _refuse_sharded(name: str, value: Any) -> None:
+    for cls in type(value).__mro__:
+        if cls.__name__ in _SHARDED:
+            raise RegistrationError(
+                f"register({name!r}, ...): {type(value).__name__} is not supported yet: {_SHARDED[cls.__name__]}, "
+                "and a ckpt of one rank's piece would load as if it were the whole. Use DDP, or save it by other means."
+            )
+    if isinstance(value, nn.Module):
+        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+            _refuse_tensor(f"{name}/{key}", tensor)
+
+
+def _refuse_tensor(path: str, tensor: Tensor) -> None:
+    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        raise RegistrationError(f"{path} has no shape yet (a lazy module). Run one forward pass before register().")
+    if type(tensor).__name__ == "DTensor":
+        raise RegistrationError(f"{path} is a DTensor: sharded state is not supported yet.")
+    if tensor.is_meta:
+        raise RegistrationError(f"{path} is on the meta device and has no values. Materialise it before register().")
+
+
+def _check(name: str, adapter: kinds.Kind) -> None:
+    """Everything that would be saved can be: the same walk as a save, without its bytes."""
+    try:
+        value = adapter.frozen(adapter.capture())
+    except RegistrationError:
+        raise
+    except Exception as error:
+        raise RegistrationError(
+            f"register({name!r}, ...): reading its state failed: {type(error).__name__}: {error}"
+        ) from error
+    tree.scan(value, name)

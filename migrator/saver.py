@@ -1,0 +1,405 @@
+"""The thread that saves: now and then, when asked, and for the last time.
+
+It sleeps until there is something to do. A save that is not the last one lets the
+training go on; news of leaving goes before it. What is under way then is finished
+or given up for the newest step, whichever the measured rate says fits the grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from migrator import environment, lineage, retention, signal_file
+from migrator.capture import Capture
+from migrator.errors import MigratorError, SaveFailed, StorageError
+from migrator.events import log
+from migrator.gate import Phase
+from migrator.leaving import Leaving, Outcome
+from migrator.progress import Progress
+from migrator.saving import Aside, Attempt, GivenUp, Saved, Unclean, Workshop, failed_text, room_for
+from migrator.settings import Every, Settings
+from migrator.signal_file import SignalFile
+from migrator.watcher import News
+
+_TICK_S = 0.05
+_RETRY_S = 0.25
+_FAILED_AGAIN_S = 60.0
+"""A periodic save that failed is tried again after so long, or after its own interval if that is shorter."""
+_UNCLEAN_LIMIT = 2
+"""An object seen changing outside a step so often is saved at safe points only from then on."""
+_SWITCH_S = 0.0005
+
+
+class Why(enum.Enum):
+    PERIODIC = "periodic"
+    ASKED = "asked"
+    LEAVING = "leaving"
+
+
+@dataclass
+class Ticket:
+    """Somebody waits for a save."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    saved: Saved | None = None
+    error: Exception | None = None
+
+
+class Saver(threading.Thread):
+    """One thread, one condition, one `close()`."""
+
+    def __init__(self, shop: Workshop, settings: Settings, leaving: Leaving, file: SignalFile) -> None:
+        super().__init__(name="migrator-saver", daemon=True)
+        self._shop = shop
+        self._settings = settings
+        self._leaving = leaving
+        self._file = file
+        self._cond = threading.Condition()
+        self._tickets: list[Ticket] = []
+        self._is_periodic_due = False
+        self._least_step = 0
+        self._is_closed = False
+        self._aside = Aside()
+        self._unclean: dict[str, int] = {}
+        self._bytes_per_s = 0.0
+        self._next_s = self._interval_end()
+        self.newest: Saved | None = None
+        """The newest ckpt of this life, or the one it was loaded from."""
+        self.bad: frozenset[str] = frozenset()
+        """Ckpts that turned out corrupt while loading."""
+        self.is_busy = False
+        self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
+        """What to answer if nothing was trained yet."""
+
+    # What others ask of it.
+
+    def ask(self) -> Ticket:
+        """Save the newest safe point, or the next one; the ticket tells how it went."""
+        ticket = Ticket()
+        with self._cond:
+            if self._is_closed:
+                ticket.error = SaveFailed("the process is leaving: no further save is made")
+                ticket.done.set()
+                return ticket
+            self._tickets.append(ticket)
+            self._shop.gate.announce()
+            self._cond.notify_all()
+        return ticket
+
+    def at_step(self, step: int) -> None:
+        """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
+        steps = self._settings.every.steps
+        if steps is not None and (step + 1) % steps == 0:
+            with self._cond:
+                self._is_periodic_due = True
+                self._least_step = step + 1
+                self._shop.gate.announce()
+                self._cond.notify_all()
+
+    def tell(self, news: News) -> None:
+        """The pod must leave. Later news only bring a request that wants its answer too."""
+        # First of all: what the saver is woken for must find that no new step begins.
+        self._shop.gate.announce(is_leaving=True)
+        if not self._leaving.begin(news):
+            self._answer_again()
+            return
+        log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
+        with self._cond:
+            self._cond.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Finish what is under way, then stop. May be called twice."""
+        with self._cond:
+            self._is_closed = True
+            self._cond.notify_all()
+        if self.is_alive():
+            self.join(timeout_s)
+
+    # The thread.
+
+    def run(self) -> None:
+        while True:
+            with self._cond:
+                while not (self._leaving.news or self._is_closed or self._wanted()):
+                    self._cond.wait(self._sleep_s())
+                if self._is_closed and not self._leaving.news and not self._tickets:
+                    return
+            if self._leaving.news is not None:
+                with self._working():
+                    outcome = self._save_and_leave()
+                    self._leaving.decide(outcome)
+                self._leaving.see_off()
+                return
+            with self._working():
+                self._save_and_go_on()
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self.is_busy = True
+        interval_s = sys.getswitchinterval()
+        # A busy training thread gives the interpreter lock back sooner.
+        sys.setswitchinterval(min(interval_s, _SWITCH_S))
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(interval_s)
+            self.is_busy = False
+
+    def _wanted(self) -> bool:
+        due = self._next_s is not None and time.monotonic() >= self._next_s
+        return bool(self._tickets) or self._is_periodic_due or (due and self._has_trained())
+
+    def _has_trained(self) -> bool:
+        return self._shop.gate.phase in (Phase.CLEAN, Phase.DIRTY)
+
+    def _sleep_s(self) -> float | None:
+        if self._next_s is None:
+            return None
+        return max(_TICK_S, self._next_s - time.monotonic()) if self._has_trained() else 1.0
+
+    def _interval_end(self) -> float | None:
+        seconds = self._settings.every.seconds
+        return None if seconds is None else time.monotonic() + seconds
+
+    # Save and go on.
+
+    def _save_and_go_on(self) -> None:
+        with self._cond:
+            tickets, self._tickets = self._tickets, []
+            self._is_periodic_due = False
+        saved: Saved | None = None
+        error: Exception | None = None
+        try:
+            saved = self._save(Why.ASKED if tickets else Why.PERIODIC)
+            self._retire()
+        except GivenUp:
+            error = SaveFailed("the save was given up: the pod is leaving and the newest step is saved instead")
+        except Exception as failure:  # a periodic save never ends training
+            error = failure
+            log("save_failed", level=logging.ERROR, why=failed_text(failure), before=self._name_of_newest())
+        finally:
+            self._aside.free()
+        self._next_s = self._interval_end()
+        if error is not None and self._settings.every != Every():
+            again_s = time.monotonic() + _FAILED_AGAIN_S
+            self._next_s = again_s if self._next_s is None else min(self._next_s, again_s)
+        for ticket in tickets:
+            ticket.saved, ticket.error = saved, error
+            ticket.done.set()
+        with self._cond:
+            # Somebody asked for a save just before a periodic one was due: that one is still to be made.
+            self._is_periodic_due |= saved is not None and saved.step < self._least_step
+            keep_due = bool(self._tickets) or self._is_periodic_due or self._leaving.news is not None
+            self._shop.gate.settle(keep_due=keep_due)
+
+    def _save(self, why: Why) -> Saved:
+        """Attempts until one is committed. Raises `GivenUp` when news of leaving come first."""
+        gate = self._shop.gate
+        if why is not Why.LEAVING:
+            self._aside.prepare(self._live_bytes())
+        gate.announce()
+        while True:
+            # Whoever asks may be the main thread, which then makes no further step.
+            waits = why is Why.PERIODIC and not self._tickets
+            capture = gate.take(_TICK_S, least_step=self._least_step if waits else 0)
+            if capture is None:
+                self._stop_waiting(why)
+                continue
+            try:
+                if self.newest is not None and self.newest.step == capture.step:
+                    log("joined", ckpt=self.newest.ckpt, step=capture.step)
+                    return self.newest
+                saved = self._attempt(capture, why)
+            except Unclean as error:
+                gate.spoil(capture)
+                self._note_unclean(error.names, capture.step)
+                continue
+            finally:
+                if why is not Why.LEAVING:
+                    gate.open()
+                gate.unpin(capture)
+            self.newest = saved
+            self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            return saved
+
+    def _stop_waiting(self, why: Why) -> None:
+        if why is Why.LEAVING:
+            if self._shop.gate.is_over:
+                raise SaveFailed("the script ended before it reached a safe point")
+            if self._leaving.left_s < 0 and self._unclean:
+                raise SaveFailed(
+                    f"no safe point was reached within the grace after {', '.join(self._unclean)} changed outside "
+                    "optimizer.step(); register only what stands still in long evaluations, or make the grace longer"
+                )
+            if self._leaving.left_s < 0:
+                raise SaveFailed(
+                    "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
+                    "or call migrator.safe_point() after each step"
+                )
+        elif self._leaving.news is not None:
+            raise GivenUp
+        elif why is Why.PERIODIC and self._shop.gate.is_closed:
+            raise GivenUp  # that the script ended first is no failure
+        elif self._shop.gate.is_over:
+            raise SaveFailed("the script ended before it reached a safe point")
+
+    def _attempt(self, capture: Capture, why: Why) -> Saved:
+        is_leaving = why is Why.LEAVING
+        end_s = self._leaving.news.deadline_s if is_leaving and self._leaving.news else None
+        with Progress("saving", grace_end_s=end_s) as progress:
+
+            def on_block(done: int, total: int) -> None:
+                self._leaving.advanced_s = time.monotonic()
+                progress(done, total)
+                if not is_leaving and self._leaving.news is not None:
+                    self._weigh(done, total, capture.step)
+
+            attempt = Attempt(self._shop, capture, aside=self._aside, may_open=not is_leaving, on_block=on_block)
+            return attempt.run()
+
+    def _retire(self) -> None:
+        retention.retire(self._shop.storage, self._shop.generation, keep=self._settings.keep, bad=self.bad)
+
+    def _weigh(self, done: int, total: int, step: int) -> None:
+        """News came in the middle of a save: go on with it, or give it up for the newest step?"""
+        newest = self._shop.gate.capture
+        if newest is not None and newest.step == step and self._shop.gate.phase is Phase.CLEAN:
+            return  # it is the newest
+        rate = self._bytes_per_s or 50e6
+        if total / rate < 0.7 * self._leaving.left_s:
+            log(
+                "save_given_up",
+                step=step,
+                written=done,
+                bytes=total,
+                means="the newest step is saved instead",
+            )
+            raise GivenUp
+
+    def _note_unclean(self, names: list[str], step: int) -> None:
+        for name in names:
+            count = self._unclean[name] = self._unclean.get(name, 0) + 1
+            log("changed_outside_step", level=logging.WARNING, object=name, step=step)
+            if count == _UNCLEAN_LIMIT:
+                self._shop.gate.holds_main = True
+                log(
+                    "main_thread_only",
+                    level=logging.WARNING,
+                    object=name,
+                    means="its tensors change outside optimizer.step(), so it is saved only while the loop "
+                    "stands at a safe point",
+                )
+
+    def _live_bytes(self) -> int:
+        capture = self._shop.gate.capture
+        if capture is None:
+            return 0
+        try:
+            return sum(
+                room_for(tensor)
+                for name, kind in self._shop.registry
+                if name in capture.values
+                for tensor in kind.watched(capture.values[name])
+            )
+        except RuntimeError:  # the script is changing its modules at this moment
+            return 0
+
+    # Save and leave.
+
+    def _save_and_leave(self) -> Outcome:
+        with self._cond:
+            tickets, self._tickets = self._tickets, []
+        self._mark(is_leaving=True)
+        outcome = self._last_save()
+        self._answer(outcome)
+        self._mark(is_leaving=False)
+        if outcome.is_safe:
+            self._retire()
+        for ticket in tickets:
+            ticket.saved = self.newest if outcome.is_safe else None
+            ticket.error = None if ticket.saved else SaveFailed(outcome.why)
+            ticket.done.set()
+        return outcome
+
+    def _last_save(self) -> Outcome:
+        if not self._has_trained():
+            return self.explain_nothing()
+        pause_s = _RETRY_S
+        while True:
+            try:
+                saved = self._save(Why.LEAVING)
+                return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
+            except Exception as error:  # whatever it is, the hook must hear of it
+                transient = isinstance(error, StorageError) and error.transient
+                if not transient or self._leaving.left_s < pause_s:
+                    why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
+                    before = self._name_of_newest()
+                    log("save_failed", level=logging.ERROR, why=why, before=before)
+                    return Outcome(False, f"{why} (the ckpt before is untouched: {before})")
+                log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=pause_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 4.0)
+
+    def _mark(self, *, is_leaving: bool) -> None:
+        """Tell a life that starts meanwhile that a ckpt is coming."""
+        try:
+            number = self._shop.generation.number
+            if is_leaving:
+                lineage.mark_leaving(self._shop.storage, number, max(1.0, self._leaving.left_s))
+            else:
+                lineage.unmark_leaving(self._shop.storage, number)
+        except MigratorError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
+
+    def _answer(self, outcome: Outcome) -> None:
+        news = self._leaving.news
+        assert news is not None
+        took_s = time.monotonic() - news.deadline_s + news.grace_s
+        if outcome.is_safe:
+            message = f"migrator: saved {outcome.ckpt} (step {outcome.step}) {took_s:.2f} s after the signal"
+        else:
+            message = f"migrator: not saved: {outcome.why}"
+        environment.tell_kubelet(message)
+        level = logging.INFO if outcome.is_safe or not self._has_trained() else logging.ERROR
+        log(
+            "leaving",
+            level=level,
+            ckpt=outcome.ckpt,
+            step=outcome.step,
+            bytes=outcome.size,
+            since_signal_s=took_s,
+            why=outcome.why,
+        )
+        self._write_answer(outcome, took_s)
+
+    def _answer_again(self) -> None:
+        """A request that comes while there is no outcome yet is answered with the others; one after it, now."""
+        if self._leaving.outcome is not None:
+            self._write_answer(self._leaving.outcome, 0.0)
+
+    def _write_answer(self, outcome: Outcome, took_s: float) -> None:
+        """The request that is in the file now gets its answer, whichever brought the news."""
+        fields: dict[str, object] = {"ckpt": outcome.ckpt, "step": outcome.step}
+        if outcome.is_safe:
+            fields |= {"bytes": outcome.size, "seconds": f"{took_s:.3f}"}
+        else:
+            fields |= {"error": outcome.why}
+        try:
+            asked = self._file.read()
+            if asked is not None and asked.word == signal_file.SAVE:
+                fields["request"] = asked.fields.get("request")
+                hook = asked.fields.get("hook", "")
+                self._leaving.hook = int(hook) if hook.isdecimal() else None
+            self._file.write(signal_file.RESUME if outcome.is_safe else signal_file.INIT, **fields)
+        except MigratorError as error:
+            log("answer_failed", level=logging.ERROR, why=error)
+
+    def _name_of_newest(self) -> str:
+        return self.newest.ckpt if self.newest else "none"

@@ -1,0 +1,113 @@
+"""A warm interpreter that forks the processes our tests stop and kill.
+
+Importing torch takes more than a second, a fork of a process that has done so a
+few milliseconds. A forked child runs its script as `__main__` and ends as any
+interpreter ends, through atexit and finalisation, so that exit codes are real.
+
+Run as `python -m tests.forkserver SOCKET`; one connection per child: a line of
+JSON {"argv", "env", "cwd", "out"} in, a line with the pid out, a line with the
+exit status (negative: the signal) when the child has ended. It ends with the
+connection that is opened first.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import socket
+import sys
+from typing import Any
+
+
+def main() -> None:
+    import numpy  # noqa: F401
+    import torch
+    import torch._dynamo  # the first optimizer of a process would import it, in more than half a second
+    import torch.utils.data
+    import watchdog.observers  # noqa: F401
+
+    import migrator.instance  # noqa: F401
+
+    torch.set_num_threads(1)
+    # What is imported here is neither searched nor copied when a child collects garbage, at its end above all.
+    gc.collect()
+    gc.freeze()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(sys.argv[1])
+    server.listen(64)
+    request = _serve(server)
+    if request is not None:  # a forked child: it leaves through the end of the interpreter
+        _become(request)
+
+
+def _serve(server: socket.socket) -> dict[str, Any] | None:
+    selector = selectors.DefaultSelector()
+    owner, _ = server.accept()
+    selector.register(owner, selectors.EVENT_READ, "owner")
+    selector.register(server, selectors.EVENT_READ, "server")
+    open_things: list[Any] = [server, owner, selector]
+    while True:
+        for key, _ in selector.select():
+            if key.data == "owner":
+                return None
+            if key.data == "server":
+                request = _accept(server, selector, open_things)
+                if request is not None:
+                    return request
+            else:
+                _report(key.fd, key.data, selector, open_things)
+
+
+def _accept(server: socket.socket, selector: Any, open_things: list[Any]) -> dict[str, Any] | None:
+    connection, _ = server.accept()
+    request: dict[str, Any] = json.loads(connection.makefile("r").readline())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        for thing in open_things:
+            thing.close()
+        connection.close()
+        return request
+    connection.sendall(f"{pid}\n".encode())
+    fd = os.pidfd_open(pid)
+    selector.register(fd, selectors.EVENT_READ, (pid, connection))
+    open_things.append(connection)
+    return None
+
+
+def _report(fd: int, data: tuple[int, socket.socket], selector: Any, open_things: list[Any]) -> None:
+    pid, connection = data
+    selector.unregister(fd)
+    os.close(fd)
+    _, status = os.waitpid(pid, 0)
+    try:
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    except OSError:  # the test does not wait for it any more
+        pass
+    connection.close()
+    open_things.remove(connection)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Turn this forked child into `python argv...`."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv = request["argv"]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What tests use to run training scripts as real processes, watch them, and stop them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 60.0
+"""No wait in a test is longer. It is a failure, not a duration anybody waits for."""
+
+
+class ForkServer:
+    """The warm interpreter of one test session."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "forkserver.sock"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._log = (directory / "forkserver.log").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.forkserver", str(self._path)],
+            cwd=ROOT,
+            env=env,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        self._owner = self._connect()
+
+    def _connect(self) -> socket.socket:
+        end_s = time.monotonic() + DEADLINE_S
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(str(self._path))
+                return connection
+            except OSError:
+                connection.close()
+                if time.monotonic() > end_s or self._process.poll() is not None:
+                    raise
+                time.sleep(0.02)
+
+    def start(self, argv: list[str], *, env: Mapping[str, str], cwd: Path, out: Path) -> Process:
+        connection = self._connect()
+        request = {"argv": argv, "env": dict(env), "cwd": str(cwd), "out": str(out)}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return Process(connection, out)
+
+    def close(self) -> None:
+        self._owner.close()
+        self._process.wait(DEADLINE_S)
+        self._log.close()
+
+
+class Process:
+    """One running script."""
+
+    def __init__(self, connection: socket.socket, out: Path) -> None:
+        self._connection = connection
+        self._lines = connection.makefile("r")
+        connection.settimeout(DEADLINE_S)
+        self.pid = int(self._lines.readline())
+        self.out = out
+        self._from = 0
+        self.returncode: int | None = None
+
+    @property
+    def text(self) -> str:
+        return self.out.read_text(errors="replace") if self.out.exists() else ""
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """The exit code; negative: the signal that ended it."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout_s)
+            try:
+                self.returncode = int(self._lines.readline())
+            except TimeoutError:
+                raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
+            finally:
+                self._connection.settimeout(DEADLINE_S)
+            self._lines.close()
+            self._connection.close()
+        return self.returncode
+
+    def wait_for(self, pattern: str, timeout_s: float = DEADLINE_S) -> re.Match[str]:
+        """Until a line of the output matches."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, self.text, re.MULTILINE)
+
+        return until(found, f"{pattern!r} in the output", timeout_s, lambda: self.text)
+
+    def kill(self, number: int = signal.SIGTERM) -> None:
+        os.kill(self.pid, number)
+
+    def kill_group(self, number: int = signal.SIGTERM) -> None:
+        """As torchrun and a terminal do."""
+        os.killpg(self.pid, number)
+
+    def events(self, name: str) -> list[dict[str, str]]:
+        """The fields of all log lines with this event, in order."""
+        found = re.findall(rf"migrator rank \d+: {name}(?: (.*))?$", self.text, re.MULTILINE)
+        return [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', fields)) for fields in found]
+
+    def end(self) -> None:
+        """Whatever is left of it, by pid. Safe to call on one that ended."""
+        if self.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.wait()
+
+
+class Job:
+    """A training script on a volume of its own, to be run, stopped and run again."""
+
+    def __init__(self, server: ForkServer, directory: Path) -> None:
+        self._server = server
+        self.directory = directory
+        self.root = directory / "ckpts"
+        self.signal = directory / "pod" / "signal"
+        self.script = directory / "train.py"
+        self.env: dict[str, str] = {}
+        self._runs: list[Process] = []
+
+    def write(self, body: str) -> Job:
+        """The training script: Python text."""
+        self.script.write_text(textwrap.dedent(body))
+        return self
+
+    def use(self, path: Path) -> Job:
+        """A script from the repository."""
+        self.script = path
+        return self
+
+    def run(self, *argv: str, env: Mapping[str, str] | None = None, **more: str) -> Process:
+        """Start a life of the job. Further keyword arguments are environment variables."""
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("MIGRAT", "KUBERNETES"))}
+        settings = {"MIGRATOR_CKPT": str(self.root), "MIGRATOR_SIGNAL": str(self.signal), "MIGRATOR_GRACE_S": "20"}
+        out = self.directory / f"out-{len(self._runs)}.txt"
+        process = self._server.start(
+            [str(self.script), *argv],
+            env={**base, **settings, "OMP_NUM_THREADS": "1", **self.env, **(env or {}), **more},
+            cwd=self.directory,
+            out=out,
+        )
+        self._runs.append(process)
+        return process
+
+    def ckpts(self) -> list[str]:
+        """Names of committed ckpts, oldest first."""
+        return sorted(path.parent.name for path in self.root.glob("*/*/manifest.json"))
+
+    def end(self) -> None:
+        for process in self._runs:
+            process.end()
+
+
+def until(
+    condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S, context: Callable[[], str] = lambda: ""
+) -> Any:
+    """Poll until the condition holds; its value. A deadline, and what was waited for."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end_s:
+            raise AssertionError(f"waited {timeout_s} s for {what}\n{context()}")
+        time.sleep(0.003)
