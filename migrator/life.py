@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -120,7 +121,8 @@ class Life:
         if self.settings.resume == "require" and not self.can_load:
             raise NoUsableCkpt(
                 f"MIGRATOR_RESUME=require, but there is no ckpt of job {self.settings.job!r} "
-                f"under {self._storage.root}. Is the volume mounted, and are MIGRATOR_CKPT and MIGRATOR_JOB those of the run to be continued?"
+                f"under {self._storage.root}. Is the volume mounted, and are MIGRATOR_CKPT and MIGRATOR_JOB "
+                "those of the run to be continued?"
             )
 
     def _start(self) -> None:
@@ -266,6 +268,11 @@ class Life:
 
     def park_for_good(self) -> NoReturn:
         """There will be no further batch: wait for the outcome, whatever it is."""
+        before = self.gate.capture
+        if before is not None and self.gate.is_unsavable:
+            # The loop still stands at that safe point; only its loader may have drawn random numbers since.
+            again = self._capturer.take(self.step, before.loop, full=True)
+            self.gate.publish(replace(again, random=before.random), may_stay=False)
         self.gate.close()
         while not self._leaving.may_leave():
             self._leaving.is_decided.wait(0.05)

@@ -32,8 +32,8 @@ from migrator.errors import StorageError
 from migrator.events import log
 from migrator.gate import Gate
 from migrator.kinds import LayoutChanged
-from migrator.lineage import Generation
-from migrator.manifest import Manifest, ckpt_name
+from migrator.lineage import Generation, whole
+from migrator.manifest import NAME, Manifest, ckpt_name
 from migrator.parts import digest_of, write_part
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
@@ -142,6 +142,9 @@ class Attempt:
         """Write, prove, commit. Raises `Unclean`, `GivenUp` or `StorageError`; then nothing was committed."""
         start_s = time.monotonic()
         name = ckpt_name(self._shop.generation.number, self._capture.step)
+        standing = self._found_committed(name)
+        if standing is not None:
+            return Saved(name, self._capture.step, standing.bytes, time.monotonic() - start_s)
         objects, extra = self._objects()
         self._check_marks()
         if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES:
@@ -164,10 +167,29 @@ class Attempt:
             extra=extra,
             written=_written(),
         )
-        self._shop.storage.put(f"{name}/manifest.json", manifest.to_bytes(), exclusive=True)
+        self._commit(manifest)
         took_s = time.monotonic() - start_s
         log("committed", ckpt=name, step=self._capture.step, ranks=1, bytes=part.bytes, took_s=took_s)
         return Saved(name, self._capture.step, part.bytes, took_s)
+
+    def _commit(self, manifest: Manifest) -> None:
+        data = manifest.to_bytes()
+        try:
+            self._shop.storage.put(f"{manifest.ckpt}/{NAME}", data, exclusive=True)
+        except (FileExistsError, StorageError):
+            # It may have appeared all the same: a lost reply, or a sync of its name that failed once.
+            if self._found_committed(manifest.ckpt) is None:
+                raise
+
+    def _found_committed(self, name: str) -> Manifest | None:
+        """The ckpt of this very step, if an attempt that failed at the last moment did make it, now durable."""
+        if NAME not in self._shop.storage.list(name):
+            return None
+        found = whole(self._shop.storage, name)
+        self._shop.storage.sync_directory(name)
+        self._shop.storage.sync_directory()
+        log("joined", ckpt=name, step=found.step)
+        return found
 
     def _objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The trees of everything registered; large tensors go to the part."""

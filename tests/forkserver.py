@@ -19,6 +19,7 @@ import runpy
 import selectors
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -104,7 +105,7 @@ def _become(request: dict[str, Any]) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.argv = request["argv"]
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -175,9 +175,7 @@ def test_an_iteration_under_way_keeps_its_order() -> None:
         (3, 8, True, 0, -3),
     ],
 )
-def test_all_ranks_take_equally_many(
-    length: int, ranks: int, drop_last: bool, each: int, padding: int
-) -> None:
+def test_all_ranks_take_equally_many(length: int, ranks: int, drop_last: bool, each: int, padding: int) -> None:
     """What does not divide by the ranks is padded from the beginning or left out, and counted."""
     samplers = [ElasticSampler(length, drop_last=drop_last, rank=rank, size=ranks) for rank in range(ranks)]
 
@@ -225,15 +223,23 @@ def test_a_resumed_epoch_goes_on_at_its_cursor_once() -> None:
 
 
 def test_another_epoch_starts_at_its_beginning() -> None:
-    """A cursor belongs to its epoch; going to another one, before or after, forgets it."""
-    for epoch in (2, 4):
-        sampler = resumed(epoch=3, cursor=6)
-        sampler.set_epoch(epoch)
+    """A cursor belongs to its epoch; going on to another one forgets it."""
+    sampler = resumed(epoch=3, cursor=6)
+    sampler.set_epoch(4)
 
-        assert (sampler.epoch, sampler.cursor) == (epoch, 0)
-        sampler.advance(10)
-        assert sampler.begin() == 0
-        assert sampler.epoch == epoch + 1
+    assert (sampler.epoch, sampler.cursor) == (4, 0)
+    sampler.advance(10)
+    assert sampler.begin() == 0
+    assert sampler.epoch == 5
+
+
+def test_going_back_right_after_a_load_is_refused() -> None:
+    """A loop that begins at epoch 0 again after a resume would train finished epochs a second time."""
+    sampler = resumed(epoch=3, cursor=6)
+
+    with pytest.raises(UsageError, match=r"set_epoch\(0\).*range\(sampler\.epoch, epochs\)"):
+        sampler.set_epoch(0)
+    assert (sampler.epoch, sampler.cursor) == (3, 6)
 
 
 def test_naming_the_epoch_in_the_midst_of_it_changes_nothing() -> None:

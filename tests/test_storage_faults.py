@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -222,7 +223,9 @@ def test_a_root_without_rights_is_refused_with_the_way_out(job: Job) -> None:
 def tiny_volume(job: Job) -> Iterator[Path]:
     """A file system of eight megabytes as the root of the ckpts."""
     job.root.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", job.root], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", job.root], capture_output=True, check=False
+    )
     if mounted.returncode != 0:
         pytest.skip(f"LOUD: no tmpfs can be mounted here: {mounted.stderr.decode()}")
     yield job.root
@@ -233,14 +236,14 @@ def tiny_volume(job: Job) -> Iterator[Path]:
 def fill(volume: Path) -> Path:
     """Take every byte that is left."""
     filler = volume / "filler"
-    with pytest.raises(OSError), filler.open("wb", buffering=0) as file:
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1 << 12))
     return filler
 
 
 def test_a_full_disk_fails_the_save_and_leaves_the_ckpt_before(small: Job, tiny_volume: Path) -> None:
-    """Full disk while leaving: the answer says so, the ckpt before is untouched and loads, nothing half written stays."""
+    """Full disk while leaving: the answer says so, the ckpt before is untouched and loads, no half is left."""
     saved_at(small, 10)
     (before,) = small.ckpts()
     life = small.run(EVERY_STEP_S="0.01", STEPS="100000", MIGRATOR_GRACE_S="2")
@@ -298,6 +301,29 @@ def test_a_volume_that_turns_read_only_fails_at_once_and_truthfully(small: Job, 
     assert life.wait(10.0) == 143, life.text
     assert life.events("save_retry") == []
     assert "Read-only file system" in small.signal.read_text()
+
+
+def test_a_commit_whose_last_sync_failed_is_not_reported_as_a_failed_save(small: Job) -> None:
+    """The manifest appeared, making its name durable failed once: the next try does it, and says saved."""
+    fault = """
+import errno, os
+real, left = os.fsync, [1]
+def fsync(fd):
+    if left[0] and os.path.exists(f"/proc/self/fd/{fd}/manifest.json"):
+        left[0] -= 1
+        raise OSError(errno.EIO, "Input/output error")
+    real(fd)
+os.fsync = fsync
+"""
+    small.script = small.directory / "faulty.py"
+    small.script.write_text(fault + SMALL.read_text())
+
+    life = small.run(STOP_AT="10")
+
+    assert life.wait() == 143, life.text
+    assert small.signal.read_text().startswith("resume\nckpt=000001-000000000010\n")
+    assert life.events("save_failed") == []
+    assert "begins at 10" in small.use(SMALL).run().wait_for("begins at .*")[0]
 
 
 def test_a_save_asked_for_that_fails_raises_with_the_reason(job: Job) -> None:
