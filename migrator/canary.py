@@ -70,29 +70,35 @@ class _Places:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._memory: list[Any] = []
         self._devices: list[int] = []
-        self._forms: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        self._sizes: list[int] = []
+        self._strides: list[tuple[int, tuple[int, ...]]] = []
         count = len(tensors)
         chosen = range(count)
         if count > SAMPLED_TENSORS:
             chosen = [i * count // SAMPLED_TENSORS for i in range(SAMPLED_TENSORS)]  # type: ignore[assignment]
+        self._chosen = chosen
         for i in chosen:
             tensor = tensors[i]
-            self._forms.append((i, tensor.shape, tensor.stride()))
+            self._sizes.append(tensor.nbytes)
+            if not tensor.is_contiguous():
+                self._strides.append((i, tensor.stride()))
             if tensor.numel() == 0 or tensor.data_ptr() == 0:
                 continue
             if tensor.device.type != "cpu":
                 self._devices.append(i)
                 continue
             size = tensor.element_size()
+            # The first: an operation that is under way has begun there, and has not counted its version yet.
             middle, last = (_offset(tensor, share) for share in (0.5, 1.0))
             # Several elements at once where memory goes on behind the middle; never behind the last one.
             at_middle = min(SAMPLE_BYTES, last + size - middle) if tensor.is_contiguous() else size
-            for offset, length in ((middle, at_middle), (last, size)):
+            for offset, length in ((0, size), (middle, at_middle), (last, size)):
                 self._memory.append((ctypes.c_char * length).from_address(tensor.data_ptr() + offset))
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """A smaller tensor may have taken the address of a freed one: behind its end nothing may be read."""
-        return all(tensors[i].shape == shape and tensors[i].stride() == stride for i, shape, stride in self._forms)
+        is_as_large = [tensors[i].nbytes for i in self._chosen] == self._sizes
+        return is_as_large and all(tensors[i].stride() == stride for i, stride in self._strides)
 
     def samples(self, tensors: Sequence[Tensor]) -> tuple[list[bytes], list[Tensor]]:
         return list(map(bytes, self._memory)), [_picked(tensors[i]) for i in self._devices]

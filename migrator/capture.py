@@ -42,6 +42,8 @@ class Capture:
     """Objects too costly to capture at every safe point; a capture that lacks some cannot be saved."""
     spoiled: bool = False
     """A tensor changed since, outside a step: this safe point can no longer be saved."""
+    changed: list[str] = field(default_factory=list, repr=False)
+    """The objects whose tensors the training thread itself found changed, while a save was reading."""
     pins: int = field(default=0, repr=False)
 
 

@@ -23,6 +23,7 @@ EVENTS = {
     "other_lineage": "ckpts of another lineage lie beside ours; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",
+    "setting_unknown": "a variable with our prefix that is no setting: a typo?",
     "setting_alias": "a variable of the predecessor is in use",
     # loading
     "ckpt_bad": "a ckpt is not what was committed; it is left in place and the one before is taken",
@@ -37,6 +38,7 @@ EVENTS = {
     "changed_outside_step": "a registered tensor changed outside an optimizer step; the attempt was thrown away",
     "main_thread_only": "an object changes outside steps; from now on it is saved at safe points only",
     "batch_unused": "two batches were taken and nothing was computed between them",
+    "loop_not_found": "the ckpt stands in the middle of a loop that this script does not have; its epoch began anew",
     "epoch_advanced": "set_epoch was not called; the sampler went on to the next epoch by itself",
     "wakeup_fd_taken": "somebody replaced the signal wakeup fd; it was taken back",
     "gate_stall": "the training loop waited for a save",

@@ -107,11 +107,21 @@ class Gate:
     def _enter(self) -> None:
         """Wait until no save reads, then let the step change state."""
         with self._cond:
+            self._compare()
             if self._is_shut or self.is_leaving:
                 self._wait_while_shut()
             # Another thread may have come through first: backward() steps on as many as there are devices.
             if self.phase is not Phase.DIRTY:
                 self._to(Phase.DIRTY)
+
+    def _compare(self) -> None:
+        """If a save reads this safe point: is it still what it was?
+
+        An operation under way has written already but counts its version only when it is done, so the save
+        may have missed it. The thread that trains is between two operations here and misses none of its own.
+        """
+        if self.phase is Phase.CLEAN and self.capture is not None and self.capture.pins:
+            self.capture.changed = self._capturer.changed(self.capture)
 
     def _wait_while_shut(self) -> None:
         self._waiting += 1
@@ -150,6 +160,7 @@ class Gate:
     def publish(self, capture: Capture, *, may_stay: bool = True) -> None:
         """The main thread stands at a safe point and its state is `capture`."""
         with self._cond:
+            self._compare()
             before, self.capture = self.capture, capture
             self._to(Phase.CLEAN)
             if before is not None and before.pins == 0:
@@ -192,7 +203,7 @@ class Gate:
 
     @property
     def someone_waits(self) -> bool:
-        return self._waiting > 0
+        return self._waiting > 0 or self._held > 0
 
     def announce(self, *, is_leaving: bool = False) -> None:
         """A save is wanted: captures are whole from now on; when leaving, no new step begins."""
@@ -245,6 +256,13 @@ class Gate:
             self._is_shut = False
             self.is_due = keep_due
             self._cond.notify_all()
+
+    def found_changed(self, capture: Capture) -> list[str]:
+        """What changed outside a step, as the training thread found it, or is found now if it has not come by."""
+        with self._cond:
+            if capture is self.capture:
+                self._compare()
+            return capture.changed
 
     def spoil(self, capture: Capture) -> None:
         """This safe point cannot be saved any more."""

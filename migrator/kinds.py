@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 import random
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any, ClassVar, cast
 
@@ -70,6 +70,10 @@ class Kind(ABC):
         """The present value with the present tensors, in the shape `frozen` gives."""
         return self.target
 
+    def found(self) -> Any:
+        """The state as it is, nothing copied yet: what the check at registration walks through."""
+        return self.live()
+
     def differences(self, value: Any) -> list[str]:
         """Why a ckpt's value does not fit, a line each, with paths below the registered name."""
         return []
@@ -82,12 +86,17 @@ class Kind(ABC):
 def large_tensors(value: Any) -> list[Tensor]:
     """All tensors above `LARGE_BYTES` in a captured value."""
     if isinstance(value, Tensor):
-        return [value] if value.nbytes > LARGE_BYTES else []
+        return [value] if _is_large(value) else []
     if isinstance(value, dict):
         return [t for v in value.values() if type(v) not in _SCALARS for t in large_tensors(v)]
     if isinstance(value, (list, tuple, deque)):
         return [t for v in value if type(v) not in _SCALARS for t in large_tensors(v)]
     return []
+
+
+def _is_large(tensor: Tensor) -> bool:
+    # A sparse tensor does not know its size. A save refuses it with its path; here it must not end the training.
+    return tensor.layout is torch.strided and tensor.nbytes > LARGE_BYTES
 
 
 def copied(value: Any) -> Any:
@@ -109,9 +118,9 @@ def copied(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(copied(item) for item in value)
     if isinstance(value, (set, frozenset)):
-        return kind(value)
+        return set(value) if isinstance(value, set) else frozenset(value)
     if isinstance(value, Tensor):
-        return value.detach() if value.nbytes > LARGE_BYTES else value.detach().clone()
+        return value.detach() if _is_large(value) else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     return value  # numpy scalars, dtypes, devices: immutable; anything else is refused by the typed tree
@@ -149,7 +158,7 @@ def put_back(saved: Any, live: Any) -> Any:
         room = [*live, *[None] * max(0, len(saved) - len(live))]
         live[:] = [put_back(item, old) for item, old in zip(saved, room, strict=False)]
         return live
-    if isinstance(live, (set, deque)) and type(saved) is type(live):
+    if (isinstance(live, set) and isinstance(saved, set)) or (isinstance(live, deque) and isinstance(saved, deque)):
         live.clear()
         cast(Any, live.update if isinstance(live, set) else live.extend)(saved)
         return live
@@ -165,6 +174,18 @@ def put_back(saved: Any, live: Any) -> Any:
         return saved
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
         return saved.to(live.device)
+    return saved
+
+
+def in_types_of(live: Any, saved: Any) -> Any:
+    """`saved`, with a Counter or defaultdict where `live` has one: the typed tree gives them back as plain dicts."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        items = {key: in_types_of(live.get(key), item) for key, item in saved.items()}
+        if isinstance(live, Counter):
+            return Counter(items)
+        return defaultdict(live.default_factory, items) if isinstance(live, defaultdict) else _same_kind(saved, items)
+    if type(live) is list and type(saved) is list:
+        return [in_types_of(live[i] if i < len(live) else None, item) for i, item in enumerate(saved)]
     return saved
 
 
@@ -255,8 +276,22 @@ class Stateful(Kind):
     def live(self) -> Any:
         return None
 
+    def found(self) -> Any:
+        return self.target.state_dict()
+
     def restore(self, value: Any) -> None:
-        self.target.load_state_dict(value)
+        self.target.load_state_dict(in_types_of(self.target.state_dict(), value))
+
+
+class Sampler(Stateful):
+    """An `ElasticSampler`, which can say whether a state fits before anything is touched."""
+
+    kind = "sampler"
+
+    def differences(self, value: Any) -> list[str]:
+        if not isinstance(value, dict):
+            return [": the ckpt holds something else under this name"]
+        return [f": {problem}" for problem in self.target.problems(value)]
 
 
 class Scheduler(Stateful):
@@ -271,7 +306,7 @@ class Scheduler(Stateful):
         return _class_difference(self.target, value)
 
     def restore(self, value: Any) -> None:
-        self.target.load_state_dict(value["state"])
+        super().restore(value["state"])
 
 
 class Scaler(Stateful):
@@ -323,7 +358,6 @@ class Module(Kind):
         # The dicts of the modules, not the tensors: a reassigned buffer is found under its name.
         self._params: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
-        self._extra: list[nn.Module] = []
         names = (name for name, _ in self.target.named_parameters(remove_duplicate=False))
         self._names = {name.replace("_orig_mod.", "") for name in names}
         for module in self.target.modules():
@@ -333,12 +367,16 @@ class Module(Kind):
                 for k, v in module._buffers.items()
                 if v is not None and k not in module._non_persistent_buffers_set
             ]
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self._extra.append(module)
+        # By key: a module that is used twice has two.
+        self._extra = {
+            f"{path}._extra_state".removeprefix(".").replace("_orig_mod.", ""): module
+            for path, module in self.target.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def capture(self) -> Any:
         live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
-        return live, self._copy(live), [copied(module.get_extra_state()) for module in self._extra]
+        return live, self._copy(live), {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
 
     def _copy(self, live: list[Tensor]) -> list[Tensor]:
         if not live:
@@ -368,15 +406,14 @@ class Module(Kind):
         copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
         params = {id(slots.get(key)) for slots, key in self._params}
         found: dict[str, Any] = {}
-        extras = iter(extra)
         for key, value in self._state().items():
             if isinstance(value, Tensor) and id(value) in copy_of:
                 found[key] = copy_of[id(value)]
                 if value.shape != found[key].shape:  # its `.data` was exchanged for one of another shape
                     self._spare.clear()
                     raise LayoutChanged(key)
-            elif key.endswith("_extra_state"):
-                found[key] = next(extras, None)
+            elif key in extra:
+                found[key] = extra[key]
             elif (isinstance(value, nn.Parameter) and id(value) not in params) or (
                 isinstance(value, Tensor) and self._is_buffer(value)
             ):

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from migrator.errors import Migrated
 from migrator.events import log
-from migrator.sigterm import Sigterm
+from migrator.sigterm import Sigterm, quieten_sigchld
 from migrator.watcher import News
 
 CALL_BACK_S = 2.0
@@ -78,6 +78,7 @@ class Leaving:
         # A side thread of the script may leave the gate this way too; the main thread is still to be called.
         if threading.current_thread() is threading.main_thread():
             self._sigterm.was_raised.set()
+            quieten_sigchld()  # a dying loader worker must not break into the script's clean-up either
         outcome = self.outcome
         return Migrated(
             self._exit_code,

@@ -31,6 +31,7 @@ from migrator.events import log
 from migrator.gate import Gate, Phase
 from migrator.leaving import HOOK_READS_S, Leaving, Outcome
 from migrator.loop import Batches, Loops, Place
+from migrator.manifest import parse_ckpt_name
 from migrator.registry import Registry
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
@@ -42,6 +43,8 @@ from migrator.watcher import Watcher
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
+NEWS_BEHIND_S = 1.0
+"""So long may the watcher take to read of a SIGTERM that the main thread has seen."""
 
 
 class Life:
@@ -61,6 +64,7 @@ class Life:
         self._is_explicit = False
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
+        self._gradients_at_safe_point: list[object] = [None] * len(registry.optimizers())
         self._forward_hooks: list[Any] = []
 
         self._file = SignalFile(settings.signal)
@@ -217,6 +221,14 @@ class Life:
     def is_leaving(self) -> bool:
         return self.gate.is_leaving
 
+    @property
+    def has_news(self) -> bool:
+        return self.gate.is_leaving or self._sigterm.is_heard
+
+    @property
+    def is_decided(self) -> bool:
+        return self._leaving.is_decided.is_set()
+
     def batches(self, loader: Any) -> Batches[Any]:
         return Batches(loader, self.iterate)
 
@@ -236,14 +248,25 @@ class Life:
         if self.gate.phase is Phase.DIRTY:
             self.safe_point()
 
-    def entered(self) -> None:
+    def entered(self, *, is_new_round: bool) -> None:
         if self.gate.phase is Phase.DIRTY:
             self.safe_point()
-        elif self.gate.phase is Phase.CLEAN:
+        elif self.gate.phase is Phase.CLEAN and is_new_round and not self._has_gradients_to_lose():
+            # Before a second loop of the same epoch the last safe point stays: from here a resumed script
+            # would do again what lies between the two, a scheduler's step for one.
             self._capture()
+
+    def _has_gradients_to_lose(self) -> bool:
+        """Something was accumulated since the last safe point, which no ckpt holds."""
+        return any(
+            now is not None and now != before
+            for now, before in zip(self._gradients(), self._gradients_at_safe_point, strict=True)
+        )
 
     def left_early(self) -> None:
         """A `break` and an exception look the same from here; what tells them apart is whether the step is complete."""
+        if self._leaving.main_is_out.is_set():
+            return  # a loop that nobody ended, at the end of the interpreter
         expected = self._finished_before
         if expected is None:
             expected = frozenset(id(o) for o in self._registry.optimizers())
@@ -252,10 +275,15 @@ class Life:
 
     def safe_point(self, *, may_stay: bool = True) -> None:
         """The loop could start again here."""
+        if self.gate.phase is Phase.FRESH:
+            self._check_resume_was_not_ignored()  # not everything that trains does it by an optimizer
         self.step += 1
         self._unsaved_steps = 0
         self._finished_before, self._finished = frozenset(self._finished), set()
+        if not self.loops.is_live:
+            self._place.begin_anew()
         self.loops.count_current()
+        self._gradients_at_safe_point = self._gradients()
         self._saver.at_step(self.step)
         self._sigterm.take_back()
         self._capture(may_stay=may_stay)
@@ -279,8 +307,12 @@ class Life:
         self._leaving.leave()
 
     def body_mark(self) -> object:
-        """Steps so far, and the gradients that the last parameter of each optimizer has."""
-        marks: list[object] = [self._steps]
+        """Changes with every step and every backward pass."""
+        return self._steps, self._gradients()
+
+    def _gradients(self) -> list[object]:
+        """What tells the gradients apart that the last parameter of each optimizer has had."""
+        marks: list[object] = []
         for optimizer in self._registry.optimizers():
             params = optimizer.param_groups[-1]["params"]
             grad = params[-1].grad if params else None
@@ -393,7 +425,9 @@ class Life:
             newest = self._saver.newest
             return Outcome(True, "nothing was trained since it was loaded", newest.ckpt, newest.step, 0)
         if self.can_load and self._candidates:
-            return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", self._candidates[0])
+            name = self._candidates[0]
+            step = (parse_ckpt_name(name) or (0, 0))[1]
+            return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", name, step)
         return Outcome(False, "nothing to save: nothing was trained yet")
 
     def close(self) -> None:
@@ -402,16 +436,18 @@ class Life:
             return
         self._sigterm.is_exiting = True
         self.gate.close()
-        news = self._leaving.news
-        if news is not None:
+        end_s = time.monotonic() + NEWS_BEHIND_S
+        while self._sigterm.is_heard and self._leaving.news is None and time.monotonic() < end_s:
+            time.sleep(0.002)
+        if self._leaving.news is not None:
             while not self._leaving.may_leave():
                 self._leaving.is_decided.wait(0.05)
         self._leaving.main_is_out.set()
-        self._saver.close(EXIT_WAIT_S if news is None else 5.0)
+        self._saver.close(EXIT_WAIT_S if self._leaving.news is None else 5.0)
         self._watcher.close()
         self.gate.remove()
         self._sigterm.close()
-        if news is None:
+        if self._leaving.news is None:
             self._file.remove()
             return
         self._wait_for_hook()

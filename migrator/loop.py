@@ -15,9 +15,11 @@ the same random state, and the batches already trained are drawn again and dropp
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
+from torch import nn
 from torch.utils.data import BatchSampler
 
 from migrator import randomness
@@ -27,6 +29,17 @@ from migrator.sampler import ElasticSampler
 
 Batch = TypeVar("Batch")
 
+_NO_SECOND_START = (
+    "batches(...) was given a {}, which can be iterated only once, so it could not be started again on resume. "
+    "Give it the loader itself: enumerate(migrator.batches(loader)), zip(migrator.batches(loader), other)."
+)
+_SIDE_BY_SIDE = (
+    "batches(loader): two loops go on side by side, and only the place of the one that began first would be saved. "
+    "Make one loader of the two (torch.utils.data.StackDataset), or draw the second one's samples inside the dataset. "
+    "If the first one was left half way, drop its iterator before beginning anew. "
+    "A loader that only evaluates needs no batches()."
+)
+
 
 class Training(Protocol):
     """What the loop needs of the rest."""
@@ -34,11 +47,19 @@ class Training(Protocol):
     @property
     def is_leaving(self) -> bool: ...
 
+    @property
+    def has_news(self) -> bool:
+        """SIGTERM came, even if it has not got about yet."""
+
+    @property
+    def is_decided(self) -> bool:
+        """The process leaves, and nothing is left to lose."""
+
     def boundary(self) -> None:
         """The loop stands between two batches; a safe point if something stepped."""
 
-    def entered(self) -> None:
-        """A loop begins: a safe point, if anything was trained."""
+    def entered(self, *, is_new_round: bool) -> None:
+        """A loop begins: a safe point, if anything was trained and nothing of it would be done again."""
 
     def left_early(self) -> None:
         """The loop was left by `break` or an exception, inside a batch."""
@@ -56,37 +77,94 @@ class Training(Protocol):
 class Place:
     """Where the loops stand; part of every capture, and read back from a ckpt.
 
-    Loaders have no names, so they are told apart by the order in which their loops
-    first begin in a life (their slot). A slot that begins again has a new round:
-    what the others did before belongs to the last one.
+    Loaders have no names, so each gets a label: what it draws from and how, and among
+    those alike the order in which their loops first begin in a life. A loop is noted
+    once something was trained in it; when one that is noted begins again, a new round
+    (mostly: an epoch) begins, and what the others did belongs to the last one.
     """
 
     def __init__(self) -> None:
-        self.slots: dict[int, dict[str, Any]] = {}
-        self.pending: dict[int, dict[str, Any]] = {}
+        self.noted: dict[str, dict[str, Any]] = {}
+        self.pending: dict[str, dict[str, Any]] = {}
+        """What a ckpt noted of loops that have not begun in this life yet."""
         self.random_at_safe_point: dict[str, Any] | None = None
-        self._loaders: list[Any] = []
+        self._known: dict[str, Callable[[], Any]] = {}
 
-    def slot_of(self, loader: Any) -> int:
-        for slot, known in enumerate(self._loaders):
-            if known is loader:
-                return slot
-        self._loaders.append(loader)
-        return len(self._loaders) - 1
+    def label_of(self, loader: Any) -> str:
+        """The same for this loader in every life, and for one that takes its place when it is gone."""
+        kind, number = _described(loader), 0
+        while True:
+            label = f"{kind} {number}"
+            known = self._known.get(label)
+            found = known() if known is not None else None
+            if found is loader:
+                return label
+            if found is None:
+                # A loader that is made anew for each epoch takes the place of the one before it.
+                self._known[label] = _weakly(loader)
+                return label
+            number += 1
 
-    def begin(self, slot: int, origin: dict[str, Any]) -> dict[str, Any]:
-        if slot in self.slots:
-            self.slots.clear()
-        state = self.slots[slot] = {"handed": 0, "is_over": False, "origin": origin}
-        return state
+    def take_pending(self, label: str) -> dict[str, Any] | None:
+        """What was noted of this loop; those noted before it are behind us then."""
+        if label not in self.pending:
+            return None
+        behind = list(self.pending)
+        for other in behind[: behind.index(label)]:
+            del self.pending[other]
+        return self.pending.pop(label)
+
+    def is_new_round(self, label: str) -> bool:
+        return label in self.noted or not self.noted
+
+    def begin(self, label: str, state: dict[str, Any]) -> None:
+        """A loop begins that is not one of the ckpt."""
+        if self.is_new_round(label):
+            if label in self.noted:
+                self.pending.clear()
+            self.noted.clear()
+        self.noted[label] = state
+
+    def end(self, label: str) -> None:
+        """An evaluation leaves no trace: it is done anew, should it be interrupted."""
+        if not self.noted.get(label, {}).get("handed", 1):
+            del self.noted[label]
+
+    def begin_anew(self) -> None:
+        """The script says that it could start here, between its loops: none of them is to be continued."""
+        self.noted.clear()
 
     def state(self) -> dict[str, Any]:
-        return {"slots": {slot: dict(state) for slot, state in self.slots.items()}}
+        return {"loops": {label: dict(state) for label, state in self.noted.items()}}
 
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
-        self.pending = dict(state["slots"])
-        self.slots = dict(state["slots"])
+        self.pending = dict(state["loops"])
+        self.noted = dict(state["loops"])
         self.random_at_safe_point = random
+
+
+def _described(loader: Any) -> str:
+    data = getattr(loader, "dataset", loader)
+    try:
+        length = len(data)
+    except (TypeError, NotImplementedError):
+        length = None
+    how = getattr(loader, "batch_sampler", None)
+    how = getattr(loader, "sampler", None) if how is None or type(how) is BatchSampler else how
+    return f"{type(loader).__name__} {type(data).__name__}[{length}] {type(how).__name__}"
+
+
+def _is_one_shot(loader: Any) -> bool:
+    """An iterator, not something that makes them; a class of the script's own may well be both."""
+    makers = ("builtins", "itertools", "torch.utils.data.dataloader")
+    return hasattr(loader, "__next__") and type(loader).__module__ in makers
+
+
+def _weakly(loader: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a list, a tuple
+        return lambda: loader
 
 
 class Batches(Generic[Batch]):
@@ -116,14 +194,30 @@ class Loops:
     def iterate(self, loader: Any) -> Iterator[Any]:
         """The generator behind one `for`."""
         if self._live is not None:
-            yield from loader
+            yield from self._inner(self._live, loader)
             return
+        if _is_one_shot(loader):
+            raise UsageError(_NO_SECOND_START.format(type(loader).__name__))
         loop = self._live = _Loop(loader, self._training, self._place, self._registered)
         # From here to the end of this block, whatever way it is left, the loop is the live one.
         try:
             yield from self._run(loop)
         finally:
             self._live = None
+            loop.end(may_end_workers=self._training.is_decided)
+
+    def _inner(self, outer: _Loop, loader: Any) -> Iterator[Any]:
+        """A loop inside another one, an evaluation for example, is not ours to follow."""
+        before = outer.batches_handed
+        for batch in loader:
+            if outer.batches_handed != before and self._live is outer:
+                raise UsageError(_SIDE_BY_SIDE)
+            yield batch
+
+    @property
+    def is_live(self) -> bool:
+        """A loop that makes safe points is under way."""
+        return self._live is not None
 
     def _run(self, loop: _Loop) -> Iterator[Any]:
         training = self._training
@@ -139,7 +233,7 @@ class Loops:
                 return
             except Exception as error:
                 # Loader workers die with the process group when the pod is stopped. That is no failure of the run.
-                if not training.is_leaving:
+                if not training.has_news:
                     raise
                 log("loader_error_swallowed", level=logging.WARNING, error=error)
                 training.park_for_good()
@@ -152,7 +246,7 @@ class Loops:
             training.boundary()
             now = training.body_mark()
             unused += now == mark
-            if unused and loop.has_stepped and not self._has_warned:
+            if unused and not self._has_warned and (loop.has_stepped or self._trains()):
                 self._warn_unused()
             mark = now
 
@@ -160,6 +254,9 @@ class Loops:
         """At a safe point: what was handed out is trained."""
         if self._live is not None:
             self._live.count()
+
+    def _trains(self) -> bool:
+        return any(isinstance(target, nn.Module) and target.training for target in self._registered)
 
     def _warn_unused(self) -> None:
         self._has_warned = True
@@ -182,7 +279,9 @@ class _Loop:
         self._sampler = _elastic_sampler(loader, registered)
         self._handed = 0
         self._counted = 0
-        self._batch_size = 0
+        self._label = place.label_of(loader)
+        self._batch_size = getattr(loader, "batch_size", None) or 1
+        self._is_resumed = False
         self._batches_left = 0
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
@@ -190,17 +289,20 @@ class _Loop:
 
     def start(self) -> None:
         """Make the loader's iterator stand where this iteration begins."""
-        place, slot = self._place, self._place.slot_of(self._loader)
-        resumed = place.pending.pop(slot, None)
+        place, label = self._place, self._label
+        resumed = place.take_pending(label)
         if self._sampler is not None:
             self._start_sampler(self._sampler)
         if resumed is None:
-            place.pending.clear()
-            self._state = place.begin(slot, self._origin())
-            self._training.entered()
+            is_new_round = place.is_new_round(label)
+            self._state = {"handed": 0, "is_over": False, "batch_size": self._batch_size, "origin": self._origin()}
+            place.begin(label, self._state)
+            self._training.entered(is_new_round=is_new_round)
             self.iterator = iter(self._loader)
             return
-        self._state = place.slots[slot] = resumed
+        self._is_resumed = True
+        self._check_batch_size(resumed["batch_size"])
+        self._state = place.noted[label] = resumed
         self._handed = self._counted = resumed["handed"] if self._sampler is None else 0
         now = place.random_at_safe_point
         if resumed["is_over"] and self._sampler is None:
@@ -210,8 +312,13 @@ class _Loop:
             self.iterator = iter(self._loader)
             if self._sampler is None:
                 self._drop(resumed["handed"])
+            if resumed["handed"] == 0:
+                # The safe point was right before the iterator was made: what making it drew counts.
+                now = None
         if now is not None:
             randomness.restore(now)
+        if not place.pending:
+            # Until then: of the loops that had begun, only the last one stands at the safe point.
             place.random_at_safe_point = None
 
     def _start_sampler(self, sampler: ElasticSampler) -> None:
@@ -223,7 +330,6 @@ class _Loop:
                 epoch=sampler.epoch,
                 means="call sampler.set_epoch(epoch) before each epoch",
             )
-        self._batch_size = self._loader.batch_size or 1
         samples = sampler.left()
         whole, rest = divmod(samples, self._batch_size)
         self._batches_left = whole + (rest > 0 and not getattr(self._loader, "drop_last", False))
@@ -232,14 +338,26 @@ class _Loop:
         """What a second start needs to hand out the same batches in the same order."""
         return {
             "random": randomness.capture(),
+            "is_reused": _is_reused(self._loader),
             "others": [_state_of(other) for other in _order_makers(self._loader)],
         }
 
     def _return_to_origin(self, origin: dict[str, Any]) -> None:
+        if origin["is_reused"] and not _is_reused(self._loader):
+            # Workers that persist draw their seed once, for the first epoch: get that over with.
+            iter(self._loader)
         randomness.restore(origin["random"])
         for other, state in zip(_order_makers(self._loader), origin["others"], strict=False):
             if state is not None:
                 _set_state(other, state)
+
+    def _check_batch_size(self, there: int) -> None:
+        if self._sampler is None and there != self._batch_size:
+            raise UsageError(
+                f"batches(loader): the batch size is {self._batch_size} here, {there} in the ckpt, which was made in "
+                "the middle of an epoch of this loader. Give back the old batch size for the rest of the epoch, "
+                "or use an ElasticSampler, which can go on with another one."
+            )
 
     def _drop(self, count: int) -> None:
         for done in range(count):
@@ -251,13 +369,19 @@ class _Loop:
                     "Did the data or the batch size change? An ElasticSampler can go on with another batch size."
                 ) from None
 
+    @property
+    def batches_handed(self) -> int:
+        return self._handed
+
     def handed(self) -> None:
         self._handed += 1
 
     def count(self) -> None:
         """Everything handed out so far is trained: move the cursor."""
-        self.has_stepped = True
         new = self._handed - self._counted
+        if new and not self.has_stepped and not self._is_resumed:
+            self._check_nothing_pends()
+        self.has_stepped = self.has_stepped or new > 0
         self._counted = self._handed
         self._state["handed"] = self._handed
         if self._sampler is None or new == 0:
@@ -267,8 +391,28 @@ class _Loop:
         else:
             self._sampler.advance(new * self._batch_size * self._sampler.size)
 
+    def _check_nothing_pends(self) -> None:
+        if self._place.pending:
+            log(
+                "loop_not_found",
+                level=logging.WARNING,
+                trains=self._label,
+                ckpt=", ".join(self._place.pending),
+                means="the ckpt was made in the middle of an epoch of another loader (type, data, length and sampler "
+                "tell loaders apart), so this epoch began at its start",
+            )
+            self._place.pending.clear()
+
     def over(self) -> None:
         self._state["is_over"] = True
+
+    def end(self, *, may_end_workers: bool) -> None:
+        """Over, left or broken off."""
+        self._place.end(self._label)
+        if may_end_workers:
+            # torch would wait five seconds for each that is busy.
+            for worker in getattr(self.iterator, "_workers", ()):
+                worker.terminate()
 
 
 def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | None:
@@ -291,6 +435,11 @@ def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | Non
             "use this batch sampler over a sampler of its own: its batches are then drawn again on resume."
         )
     return sampler
+
+
+def _is_reused(loader: Any) -> bool:
+    """The next iteration takes over the workers of the last one."""
+    return getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
 
 
 def _order_makers(loader: Any) -> list[Any]:

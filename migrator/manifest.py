@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from migrator.blocks import block_count
-from migrator.errors import CkptCorrupt, SaveFailed
+from migrator.errors import CkptCorrupt, CkptMismatch, SaveFailed
 from migrator.parts import PartRecord
 
 FORMAT = 1
@@ -86,11 +86,15 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: builtins.bytes) -> Manifest:
-        """The manifest these bytes are; `CkptCorrupt` for any others."""
+        """The manifest these bytes are; `CkptCorrupt` for any others, `CkptMismatch` for those of a newer version."""
         payload = unseal("manifest", data)
         found = payload.pop("format", None)
         if type(found) is int and found > FORMAT:
-            raise CkptCorrupt(f"written by a newer migrator: format {found}, this one reads {FORMAT}. Update it.")
+            # Not corrupt: going back to an older ckpt, or deleting this one, would lose good work.
+            raise CkptMismatch(
+                f"the ckpt was written by a newer migrator: format {found}, this one reads {FORMAT}. "
+                "Update the package, or start without the ckpt: MIGRATOR_RESUME=never."
+            )
         if type(found) is not int or found != FORMAT:
             raise CkptCorrupt(f"the manifest has the format {found!r:.80}; expected {FORMAT}")
         _expect_keys(payload, cls.__dataclass_fields__, "the manifest")

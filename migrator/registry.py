@@ -142,7 +142,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
     (_is_optimizer, kinds.Optimizer),
     (_is_scheduler, kinds.Scheduler),
     (lambda value: isinstance(value, torch.amp.GradScaler), kinds.Scaler),
-    (lambda value: isinstance(value, ElasticSampler), kinds.Stateful),
+    (lambda value: isinstance(value, ElasticSampler), kinds.Sampler),
     (_is_generator, kinds.Generator),
     (_is_stateful, kinds.Stateful),
     (lambda value: isinstance(value, (dict, list, set, deque)), kinds.Container),
@@ -151,11 +151,15 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
 
 
 def _refuse_sharded(name: str, value: Any) -> None:
-    for cls in type(value).__mro__:
-        if cls.__name__ in _SHARDED:
+    # Often only the layers are sharded, and the module around them is an ordinary one.
+    inner = value.named_modules() if isinstance(value, nn.Module) else [("", value)]
+    for path, part in inner:
+        reason = next((_SHARDED[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _SHARDED), None)
+        if reason is not None:
             raise RegistrationError(
-                f"register({name!r}, ...): {type(value).__name__} is not supported yet: {_SHARDED[cls.__name__]}, "
-                "and a ckpt of one rank's piece would load as if it were the whole. Use DDP, or save it by other means."
+                f"register({name!r}, ...): {type(part).__name__}{f' ({path})' if path else ''} is not supported yet: "
+                f"{reason}, and a ckpt of one rank's piece would load as if it were the whole. "
+                "Use DDP, or save it by other means."
             )
     if isinstance(value, nn.Module):
         for key, tensor in (*value.named_parameters(), *value.named_buffers()):
@@ -174,6 +178,8 @@ def _refuse_tensor(path: str, tensor: Tensor) -> None:
 def _check(name: str, adapter: kinds.Kind) -> None:
     """Everything that would be saved can be: the same walk as a save, without its bytes."""
     try:
+        # First as it is: a copy of a cycle never ends, and a copy of a named tuple is a plain one.
+        tree.scan(adapter.found(), name)
         value = adapter.frozen(adapter.capture())
     except RegistrationError:
         raise

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 
 from migrator import lineage
-from migrator.errors import CkptCorrupt, StorageError
+from migrator.errors import CkptCorrupt, CkptMismatch, StorageError
 from migrator.events import log
 from migrator.lineage import Generation
 from migrator.manifest import NAME, parse_ckpt_name
@@ -82,6 +82,8 @@ def _newest_whole(storage: LocalStorage, committed: list[str], *, keep: int, bad
             lineage.whole(storage, name)
         except CkptCorrupt:
             continue
+        except CkptMismatch:
+            pass  # of a newer version of the package: not ours to judge, so it counts
         kept.append(name)
     return kept
 

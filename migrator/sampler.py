@@ -174,13 +174,14 @@ class ElasticSampler(Sampler[int]):
         """Go on where `state` was taken, in its order: its seed takes the place of this one's."""
         if not isinstance(state, Mapping):
             raise TypeError(f"the state is a {type(state).__name__}, expected what state_dict() returned")
-        if problems := self._problems(state):
+        if problems := self.problems(state):
             raise ValueError("this state does not fit this sampler:\n  " + "\n  ".join(problems))
         self._seed = operator.index(state["seed"])
         self._at = (operator.index(state["epoch"]), operator.index(state["cursor"]))
         self._resumed = True
 
-    def _problems(self, state: Mapping[str, Any]) -> list[str]:
+    def problems(self, state: Mapping[str, Any]) -> list[str]:
+        """Why a state does not fit this sampler; nothing if it does."""
         expected = set(self.state_dict())
         if set(state) != expected:
             found = ", ".join(sorted(map(repr, state))) or "none"

@@ -66,6 +66,7 @@ class Saver(threading.Thread):
         self._is_periodic_due = False
         self._least_step = 0
         self._is_closed = False
+        self._has_ended = False
         self._aside = Aside()
         self._unclean: dict[str, int] = {}
         self._bytes_per_s = 0.0
@@ -107,7 +108,11 @@ class Saver(threading.Thread):
         """The pod must leave. Later news only bring a request that wants its answer too."""
         # First of all: what the saver is woken for must find that no new step begins.
         self._shop.gate.announce(is_leaving=True)
-        if not self._leaving.begin(news):
+        with self._cond:
+            if self._has_ended:
+                return  # the script is over, and so is saving
+            is_first = self._leaving.begin(news)
+        if not is_first:
             self._answer_again()
             return
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
@@ -130,11 +135,13 @@ class Saver(threading.Thread):
                 while not (self._leaving.news or self._is_closed or self._wanted()):
                     self._cond.wait(self._sleep_s())
                 if self._is_closed and not self._leaving.news and not self._tickets:
+                    self._has_ended = True
                     return
             if self._leaving.news is not None:
                 with self._working():
                     outcome = self._save_and_leave()
                     self._leaving.decide(outcome)
+                    self._answer_again()  # one may have come since the answer was written
                 self._leaving.see_off()
                 return
             with self._working():
@@ -382,9 +389,10 @@ class Saver(threading.Thread):
     def _answer_again(self) -> None:
         """A request that comes while there is no outcome yet is answered with the others; one after it, now."""
         if self._leaving.outcome is not None:
-            self._write_answer(self._leaving.outcome, 0.0)
+            # SIGTERM again asks nothing, and ours to the main thread comes this way: the answer must stay.
+            self._write_answer(self._leaving.outcome, 0.0, only_if_asked=True)
 
-    def _write_answer(self, outcome: Outcome, took_s: float) -> None:
+    def _write_answer(self, outcome: Outcome, took_s: float, *, only_if_asked: bool = False) -> None:
         """The request that is in the file now gets its answer, whichever brought the news."""
         fields: dict[str, object] = {"ckpt": outcome.ckpt, "step": outcome.step}
         if outcome.is_safe:
@@ -397,6 +405,8 @@ class Saver(threading.Thread):
                 fields["request"] = asked.fields.get("request")
                 hook = asked.fields.get("hook", "")
                 self._leaving.hook = int(hook) if hook.isdecimal() else None
+            elif only_if_asked:
+                return
             self._file.write(signal_file.RESUME if outcome.is_safe else signal_file.INIT, **fields)
         except MigratorError as error:
             log("answer_failed", level=logging.ERROR, why=error)

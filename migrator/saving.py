@@ -136,6 +136,8 @@ class Attempt:
         self._live: set[str] = set()
         self._is_apart = False
         """Nothing is read from live memory any more; the gate is open."""
+        self._stood_still = False
+        """The loop stood at the gate or in the safe point while its state was copied aside."""
         self._has_stalled = False
 
     def run(self) -> Saved:
@@ -250,7 +252,7 @@ class Attempt:
         """The loop waits: copy what it is about to change, and let it go on."""
         start_s = time.monotonic()
         live = {key: self._tensors[key] for key in self._live}
-        is_at_gate = self._shop.gate.someone_waits
+        stood_still = self._shop.gate.someone_waits
         copies = self._aside.copies(live)
         if copies is None:
             if not self._has_stalled:
@@ -260,11 +262,11 @@ class Attempt:
         # The copies are those of the safe point if the tensors were, before and after, and nothing was
         # swapped out and in again meanwhile. A loop that stands at the gate swaps nothing; of what is
         # written already, the copies are compared with that in the end.
-        if not (is_at_gate or is_written):
+        if not (stood_still or is_written):
             self._check_equal(live, {key: _cpu_digest(copy) for key, copy in copies.items()})
         self._check_marks()
         self._tensors.update(copies)
-        self._is_apart = True
+        self._is_apart, self._stood_still = True, stood_still
         self._shop.gate.open()
         log("gate_stall", level=logging.DEBUG, took_s=time.monotonic() - start_s, step=self._capture.step)
 
@@ -280,6 +282,9 @@ class Attempt:
         self._check_equal({key: self._tensors[key] for key in self._live}, digests)
         if not self._is_apart:
             self._check_marks()
+        changed = self._shop.gate.found_changed(self._capture)
+        if changed and not self._stood_still:
+            raise Unclean(changed)
 
     def _check_equal(self, tensors: dict[str, Tensor], digests: Mapping[str, bytes | None]) -> None:
         wrong = [key for key, tensor in tensors.items() if _cpu_digest(tensor) not in (None, digests[key])]

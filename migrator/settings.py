@@ -7,6 +7,7 @@ together, each with the variable, the value and what is allowed.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -49,9 +50,10 @@ def _directory(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    if not text.strip() or text.endswith("/"):
-        raise ValueError("the path of a file")
-    return Path(text).expanduser().absolute()
+    # The hook is given the same text and expands nothing.
+    if not text.strip() or text.endswith("/") or text.startswith("~"):
+        raise ValueError("the path of a file, written out")
+    return Path(text).absolute()
 
 
 def _job(text: str) -> str:
@@ -139,7 +141,7 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
             values[name] = meta["parse"](str(given))
         except ValueError as error:
             wrong.append(f"{where} is {str(given)!r}; allowed: {error}")
-    wrong += _unknown_variables(environ, {meta["variable"] for meta in known.values()})
+    _name_unknown_variables(environ, {meta["variable"] for meta in known.values()})
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
     return Settings(**values, legacy_file=legacy)
@@ -158,11 +160,13 @@ def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -
 HOOK_VARIABLES = {"MIGRATOR_HOOK_LOGS"}
 """Read by the hooks only."""
 
+_OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_[A-Z]+(_[A-Z]+)?)?)")
+"""Kubernetes puts such variables into every pod for a Service whose name begins with `migrator`."""
 
-def _unknown_variables(environ: Mapping[str, str], known: set[str]) -> list[str]:
-    # A typo in a variable would otherwise be a setting that silently does nothing.
-    return [
-        f"{name}: there is no such variable; there are {', '.join(sorted(known))}"
-        for name in sorted(environ)
-        if name.startswith("MIGRATOR_") and name not in known | HOOK_VARIABLES
-    ]
+
+def _name_unknown_variables(environ: Mapping[str, str], known: set[str]) -> None:
+    """A typo would be a setting that silently does nothing; a variable of somebody else's is no reason to stop."""
+    for name in sorted(environ):
+        if not name.startswith("MIGRATOR_") or name in known | HOOK_VARIABLES or _OF_A_SERVICE.fullmatch(name):
+            continue
+        log("setting_unknown", level=logging.WARNING, variable=name, known=",".join(sorted(known)))

@@ -41,6 +41,8 @@ class Sigterm:
         self.read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.raise_now: Callable[[], BaseException] | None = None
         """Set after the commit: what the handler raises in the main thread."""
+        self.is_heard = False
+        """A SIGTERM came; the news of it may be a moment behind."""
         self.was_raised = threading.Event()
         self.is_exiting = False
         """The interpreter is on its way out: nothing is raised any more."""
@@ -99,7 +101,8 @@ class Sigterm:
             if not self.was_raised.is_set() and not _is_in_finalizer(frame):
                 raise self.raise_now()
             return
-        _quieten_sigchld()
+        self.is_heard = True
+        quieten_sigchld()
         try:
             os.write(self._write_fd, bytes([signal.SIGTERM]))
         except OSError:
@@ -157,8 +160,10 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
     return False
 
 
-def _quieten_sigchld() -> None:
+def quieten_sigchld() -> None:
     """Loader workers die with the process group; torch's handler would raise in the middle of a step."""
+    if threading.current_thread() is not threading.main_thread():
+        return
     if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from migrator import manifest as module
 from migrator.blocks import BLOCK
-from migrator.errors import CkptCorrupt, SaveFailed
+from migrator.errors import CkptCorrupt, CkptMismatch, SaveFailed
 from migrator.manifest import Manifest, ckpt_name, parse_ckpt_name, part_name, seal, unseal
 from migrator.parts import PartRecord
 from migrator.tree import encode
@@ -154,8 +154,8 @@ def test_what_cannot_be_is_corrupt_even_with_a_true_digest(changes: dict[str, An
 
 
 def test_a_newer_format_says_so() -> None:
-    """Whoever rolled back the package learns what to do."""
-    with pytest.raises(CkptCorrupt, match=r"newer migrator: format 2.*Update"):
+    """Whoever rolled back the package learns what to do; it is no damage, and no reason to take an older ckpt."""
+    with pytest.raises(CkptMismatch, match=r"newer migrator: format 2.*Update"):
         Manifest.from_bytes(changed(format=2))
 
 
