@@ -6,7 +6,7 @@ lock between the two: a step waits at it while a save reads, and a save waits at
 it while a step is on its way to the next safe point.
 
     FRESH   nothing was trained or loaded       -> LOADED, DIRTY, CLEAN
-    LOADED  the state is that of a ckpt         -> DIRTY, CLEAN
+    LOADED  the state is that of a ckpt         -> LOADED, DIRTY, CLEAN
     CLEAN   the state is that of `capture`      -> DIRTY, CLEAN
     DIRTY   an optimizer stepped since          -> CLEAN
 
@@ -39,7 +39,7 @@ class Phase(enum.Enum):
 
 _ALLOWED = {
     Phase.FRESH: {Phase.LOADED, Phase.DIRTY, Phase.CLEAN},
-    Phase.LOADED: {Phase.DIRTY, Phase.CLEAN},
+    Phase.LOADED: {Phase.LOADED, Phase.DIRTY, Phase.CLEAN},
     Phase.CLEAN: {Phase.DIRTY, Phase.CLEAN},
     Phase.DIRTY: {Phase.CLEAN},
 }

@@ -43,6 +43,8 @@ from migrator.watcher import Watcher
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
+MANY_STEPS = 200
+"""So many steps of an optimizer without a safe point are worth a line in the log."""
 NEWS_BEHIND_S = 1.0
 """So long may the watcher take to read of a SIGTERM that the main thread has seen."""
 
@@ -326,6 +328,20 @@ class Life:
             self._meet(optimizer)
         if not self._is_explicit and self.gate.phase is Phase.DIRTY and id(optimizer) in self._finished:
             self._imply()
+        if self._is_explicit and id(optimizer) in self._finished:
+            self._unsaved_steps += 1
+            if self._unsaved_steps == MANY_STEPS:
+                self._say_that_no_safe_point_comes()
+
+    def _say_that_no_safe_point_comes(self) -> None:
+        log(
+            "no_safe_point",
+            level=logging.WARNING,
+            steps=self._unsaved_steps,
+            means="so many steps since the last safe point: nothing newer can be saved. The loop has to take each "
+            "batch from migrator.batches() (an iteration begun earlier and still held makes the safe points of all), "
+            "or to call migrator.safe_point()",
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._steps += 1

@@ -419,8 +419,8 @@ def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | Non
     """The registered `ElasticSampler` of this loader, or a reason why it cannot be followed."""
     own = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None)
-    sampler = next((s for s in (own, inner, batch_sampler) if isinstance(s, ElasticSampler)), None)
+    inner = (getattr(batch_sampler, "sampler", None), getattr(own, "sampler", None))
+    sampler = next((s for s in (own, *inner, batch_sampler) if isinstance(s, ElasticSampler)), None)
     if sampler is None:
         return None
     if not any(known is sampler for known in registered):
@@ -429,8 +429,9 @@ def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | Non
             'Call migrator.register("sampler", sampler) before listening().'
         )
     if sampler is not own or (batch_sampler is not None and type(batch_sampler) is not BatchSampler):
+        grouping = type(batch_sampler or own).__name__
         raise UsageError(
-            f"batches(loader): the loader groups samples by a {type(batch_sampler).__name__}, whose batch sizes are "
+            f"batches(loader): the loader groups samples by a {grouping}, whose batch sizes are "
             "not known, so the place in the epoch cannot be counted. Give DataLoader(sampler=..., batch_size=...), or "
             "use this batch sampler over a sampler of its own: its batches are then drawn again on resume."
         )

@@ -94,6 +94,8 @@ class Aside:
 
     def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Copies of all tensors, or None if there is no memory for them."""
+        if not tensors:
+            return {}
         needed = sum(map(room_for, tensors.values()))
         if self._memory is None or self._memory.numel() < needed:
             # The state has grown since: the first step makes most of an optimizer's.

@@ -40,9 +40,7 @@ def test_the_order_is_frozen(n: int, vectors: list[tuple[int, int, int, int]]) -
     assert found == vectors
 
 
-@pytest.mark.parametrize(
-    "n", [*range(1, 40), 4095, TABLE, TABLE + 1, 5000, 8191, 8192, 8193, 2**16, 2**16 + 1]
-)
+@pytest.mark.parametrize("n", [*range(1, 40), 4095, TABLE, TABLE + 1, 5000, 8191, 8192, 8193, 2**16, 2**16 + 1])
 def test_every_sample_stands_at_exactly_one_position(n: int) -> None:
     """One-to-one for small n, primes, powers of two and what lies right beside them."""
     assert np.array_equal(np.arange(n), np.sort(order(n, seed=5, epoch=2)))

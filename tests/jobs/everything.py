@@ -142,7 +142,7 @@ for epoch in range(sampler.epoch if is_elastic else state["epoch"], EPOCHS):
     for x, y, ids in migrator.batches(loader):
         batch = state["batch"] = state["batch"] + 1
         moment(f"{epoch}:{batch}:drawn")
-        state["ids"] += ids.tolist()
+        state["ids"] += [1000 * epoch + i for i in ids.tolist()]
         draws = [hexed(torch.rand(())), hexed(random.random()), hexed(np.random.rand()), hexed(np.random.randn())]
         loss = nn.functional.cross_entropy(model(x), y) / TOGETHER
         state["loss"] += loss.item()
@@ -152,15 +152,15 @@ for epoch in range(sampler.epoch if is_elastic else state["epoch"], EPOCHS):
         scaler.scale(loss).backward()
         moment(f"{epoch}:{batch}:backward")
         if batch % TOGETHER == 0 or batch == len(loader):
-            before = state["step"]
-            optimizer.register_step_post_hook(lambda *_: None).remove()
+            scale = scaler.get_scale()
             scaler.step(optimizer)
             moment(f"{epoch}:{batch}:stepped")
-            was_skipped = scaler._found_inf_per_device(optimizer)["cpu" and torch.device("cpu")].item() > 0
             scaler.update()
             optimizer.zero_grad()
             per_step.step()
-            if not was_skipped:
+            if scaler.get_scale() < scale:
+                print("skipped", epoch, batch)
+            else:
                 state["step"] += 1
                 print(
                     "trained",
@@ -168,8 +168,6 @@ for epoch in range(sampler.epoch if is_elastic else state["epoch"], EPOCHS):
                     *(hexed(scaler.get_scale()), *draws, "ids", *state["ids"]),
                 )
                 state["loss"], state["ids"] = 0.0, []
-            else:
-                print("skipped", epoch, batch)
         moment(f"{epoch}:{batch}:done")
     moment(f"{epoch}:over")
     per_epoch.step()

@@ -1,0 +1,24 @@
+"""Reads a ckpt without the package's own loading: what lies on the volume, as plain values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from migrator import tree
+from migrator.manifest import NAME, Manifest
+
+
+def read(ckpt: Path) -> tuple[int, dict[str, Any]]:
+    """The step and everything registered of the ckpt in this directory."""
+    manifest = Manifest.from_bytes((ckpt / NAME).read_bytes())
+    tensors = {}
+    for part in manifest.parts:
+        tensors |= load_file(ckpt / part.name)
+    values = {
+        name: tree.decode(entry["tree"], get=lambda stored: tensors[stored.name])
+        for name, entry in manifest.objects.items()
+    }
+    return manifest.step, values

@@ -1,0 +1,94 @@
+"""A job that was stopped, however often and wherever, ends as the one that was never stopped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.harness import ROOT, Job
+from tests.story import (
+    Story,
+    add_next,
+    assert_as_if_nothing_had_happened,
+    assert_each_sample_once,
+    stopped,
+    unstopped,
+)
+
+EVERYTHING = ROOT / "tests" / "jobs" / "everything.py"
+SAMPLES = 38
+LOADERS = ["elastic", "shuffle", "generator", "own generator", "custom", "stateful"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "workers"),
+    [
+        *((loader, "0") for loader in LOADERS),
+        ("elastic", "2"),
+        ("shuffle", "2"),
+        ("persistent", "2"),
+        *(pytest.param(loader, "2", marks=pytest.mark.long) for loader in LOADERS[2:]),
+    ],
+)
+def test_stopped_five_times_it_ends_as_if_nothing_had_happened(job: Job, loader: str, workers: str):
+    """Weights, optimizer, schedules, scaler, metrics, draws and samples, bit for bit, however batches are drawn."""
+    env = {"LOADER": loader, "WORKERS": workers}
+    reference = unstopped(job.use(EVERYTHING), **env)
+    chosen = sorted(random.Random(loader + workers).sample(range(2, len(reference.moments)), 5))
+
+    story = stopped(job, [reference.moments[i] for i in chosen], **env)
+
+    assert_as_if_nothing_had_happened(story, reference)
+    assert_each_sample_once(story, epochs=3, samples=SAMPLES)
+
+
+def is_turn(place: str) -> bool:
+    """One moment of each batch, another one in the next; there is no step in every batch."""
+    epoch, batch, name = place.split(":")
+    kinds = ["drawn", "backward", "stepped" if int(batch) in (3, 6, 9, 10) else "done", "done"]
+    return name == kinds[(int(batch) + 2 * int(epoch)) % 4]
+
+
+@pytest.mark.parametrize("loader", ["elastic", "shuffle"])
+def test_stopped_at_every_batch_in_turn(job: Job, loader: str):
+    """One batch a life: drawn, computed, stepped or done; in the evaluation, between epochs, after the last batch."""
+    env = {"LOADER": loader, "EPOCHS": "2"}
+    reference = unstopped(job.use(EVERYTHING), **env)
+    places = [place for place in reference.moments if place.count(":") == 1 or is_turn(place)]
+
+    story = stopped(job, places, **env)
+
+    assert_as_if_nothing_had_happened(story, reference)
+    assert_each_sample_once(story, epochs=2, samples=SAMPLES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loader", [*LOADERS, "persistent"])
+def test_stopped_once_at_each_moment(job: Job, loader: str):
+    """Each moment of a run, one at a time, in a job of its own."""
+    env = {"LOADER": loader, "EPOCHS": "2", "WORKERS": "2" if loader == "persistent" else "0"}
+    reference = unstopped(job.use(EVERYTHING), **env)
+    for number, place in enumerate(reference.moments[2:]):
+        story = stopped(job, [place], **env, MIGRATOR_JOB=f"job-{number}")
+        assert_as_if_nothing_had_happened(story, reference)
+
+
+def test_stopped_from_outside_without_warning(job: Job):
+    """SIGTERM to the process group while it trains at full speed with two loader workers, five times."""
+    env = {"WORKERS": "2", "EPOCHS": "12"}
+    reference = unstopped(job.use(EVERYTHING), **env)
+    story = Story()
+    dice = random.Random(1)
+    for _ in range(5):
+        life = job.run(**env)
+        life.wait_for(f"^trained {len(story.trained) + dice.randint(1, 7)} ")
+        life.kill_group()
+        assert life.wait() == 143, life.text
+        add_next(story, life)
+    last = job.run(**env)
+    assert last.wait() == 0, last.text
+    add_next(story, last)
+
+    assert_as_if_nothing_had_happened(story, reference)
+    assert_each_sample_once(story, epochs=12, samples=SAMPLES)
