@@ -1,0 +1,109 @@
+"""How the package is used, as a type checker sees it: checked, never run.
+
+`mypy --strict` reads this file in the tests. What must be accepted is written plainly;
+what must be refused carries an ignore, and an ignore that is not needed is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import assert_type
+
+import migrator as package
+from migrator import (
+    CkptCorrupt,
+    CkptMismatch,
+    ElasticSampler,
+    Migrated,
+    Migrator,
+    MigratorError,
+    NoUsableCkpt,
+    RegistrationError,
+    ResumeIgnored,
+    SaveFailed,
+    SettingsError,
+    StorageError,
+    UsageError,
+    migrator,
+)
+
+
+def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Module) -> None:
+    sampler = ElasticSampler(1000, shuffle=True, seed=0, drop_last=False)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    optimizer = torch.optim.AdamW(model.parameters())
+    metrics: dict[str, float] = {"loss": 0.0}
+
+    assert_type(migrator, Migrator)
+    assert_type(migrator.register("model", model), None)
+    migrator.register("optimizer", optimizer)
+    migrator.register("metrics", metrics)
+    migrator.register("sampler", sampler)
+    migrator.listening(
+        ckpt="/pvc", job="mnist", signal="/s", grace_s=30, every=500, keep=2, exit_code=143, resume="auto"
+    )
+    migrator.listening(every="10m", grace_s=30.5)
+    assert_type(migrator.resume, bool)
+    if migrator.resume:
+        assert_type(migrator.load_ckpt(), "str | None")
+        migrator.load_ckpt("cpu")
+        migrator.load_ckpt(map_location=torch.device("cpu"))
+
+    for epoch in range(sampler.epoch, 10):
+        sampler.set_epoch(epoch)
+        for _x, _y in migrator.batches(loader):
+            pass
+
+    assert_type(migrator.safe_point(), None)
+    assert_type(migrator.save_ckpt(), "str | None")
+    assert_type(migrator.save_ckpt(wait=False), "str | None")
+    assert_type(sampler.state_dict(), dict[str, int])
+    assert_type(sampler.cursor, int)
+
+
+def batches_keep_their_type(loader: list[tuple[int, str]]) -> None:
+    wrapped = migrator.batches(loader)
+    assert_type(len(wrapped), int)
+    for batch in wrapped:
+        assert_type(batch, tuple[int, str])
+
+
+def errors_carry_what_is_promised() -> None:
+    every: Iterable[type[MigratorError]] = (
+        CkptCorrupt,
+        CkptMismatch,
+        NoUsableCkpt,
+        RegistrationError,
+        ResumeIgnored,
+        SaveFailed,
+        SettingsError,
+        StorageError,
+        UsageError,
+    )
+    for kind in every:
+        assert_type(kind("text"), MigratorError)
+    try:
+        migrator.save_ckpt()
+    except StorageError as error:
+        assert_type(error.errno, "int | None")
+        assert_type(error.transient, bool)
+    except Migrated as leaving:
+        assert_type(leaving.ckpt, "str | None")
+        assert_type(leaving.step, "int | None")
+
+
+def misuse_is_refused(loader: list[int]) -> None:
+    migrator.register(model=1)  # type: ignore[call-arg]
+    migrator.listening("/pvc")  # type: ignore[call-arg]
+    migrator.listening(keep="two")  # type: ignore[arg-type]
+    migrator.listening(grace=30)  # type: ignore[call-arg]
+    migrator.save_ckpt(wait="no")  # type: ignore[arg-type]
+    migrator.batches(iter(loader))  # type: ignore[arg-type]
+    migrator.resume = True  # type: ignore[misc]
+    migrator.no_such_thing()  # type: ignore[attr-defined]
+    ElasticSampler(1000, True)  # type: ignore[call-arg]
+    text: str = migrator.load_ckpt()  # type: ignore[assignment]
+    print(text, package.__version__)
