@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import selectors
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -96,6 +97,8 @@ def _report(fd: int, data: tuple[int, socket.socket], selector: Any, open_things
 def _become(request: dict[str, Any]) -> None:
     """Turn this forked child into `python argv...`."""
     os.setsid()
+    # As a terminal or a container starts it; whoever started the tests may have them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])

@@ -66,12 +66,21 @@ class Process:
 
     def __init__(self, connection: socket.socket, out: Path) -> None:
         self._connection = connection
-        self._lines = connection.makefile("r")
-        connection.settimeout(DEADLINE_S)
-        self.pid = int(self._lines.readline())
+        self._read = b""
+        self.pid = int(self._line(DEADLINE_S))
         self.out = out
-        self._from = 0
         self.returncode: int | None = None
+
+    def _line(self, timeout_s: float) -> bytes:
+        """The fork server's next line. After a time-out it can be asked for again."""
+        self._connection.settimeout(timeout_s)
+        while b"\n" not in self._read:
+            more = self._connection.recv(64)
+            if not more:
+                raise AssertionError("the fork server is gone")
+            self._read += more
+        line, _, self._read = self._read.partition(b"\n")
+        return line
 
     @property
     def text(self) -> str:
@@ -80,14 +89,10 @@ class Process:
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """The exit code; negative: the signal that ended it."""
         if self.returncode is None:
-            self._connection.settimeout(timeout_s)
             try:
-                self.returncode = int(self._lines.readline())
+                self.returncode = int(self._line(timeout_s))
             except TimeoutError:
                 raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from None
-            finally:
-                self._connection.settimeout(DEADLINE_S)
-            self._lines.close()
             self._connection.close()
         return self.returncode
 

@@ -287,7 +287,8 @@ for step in migrator.batches(list(range(1, STEPS + 1))):
         while not migrator._life.gate._takers:  # the periodic save waits for the next step
             time.sleep(0.001)
         print("saved", migrator.save_ckpt(), flush=True)
-print("trained", flush=True)
+while os.environ.get("WAITS") and not migrator._life.gate._takers:
+    time.sleep(0.001)
 """
 
 
@@ -317,7 +318,7 @@ def test_a_run_that_ends_just_before_a_periodic_save_has_not_failed(job: Job) ->
     """Nothing is said of a save that the end of the script has overtaken, and nothing waits for it."""
     job.write(LOOP)
 
-    process = job.run(STEPS="19", MIGRATOR_EVERY="10")
+    process = job.run(STEPS="19", WAITS="1", MIGRATOR_EVERY="10")
 
     assert process.wait(20) == 0, process.text
     assert [name[-2:] for name in job.ckpts()] == ["10"]
@@ -344,9 +345,12 @@ def ask():
     migrator.save_ckpt()  # too late: this thread leaves, and must not be taken for the one that trains
 
 threading.Thread(target=ask).start()
+torch.set_num_threads(1)
+large = torch.rand(1500, 1500)
 try:
-    print("evaluates", flush=True)
-    time.sleep(1000)
+    while True:
+        print("evaluates", flush=True)
+        large @ large  # a while in C, where no signal handler runs
 finally:
     print("cleaned up", flush=True)
 """
@@ -387,12 +391,18 @@ def step():
     one.step()
     other.step()
 
+@torch.compile(backend="eager")
+def step_one():
+    one.step()
+
 for count in range(1, 31):
-    one.zero_grad(), other.zero_grad()
-    second(first(torch.ones(2, 4))).sum().backward()
-    step()
-    assert gate.phase.name == "DIRTY"
-    assert migrator._life._steps == 2 * count
+    for twice in range(2):
+        one.zero_grad(), other.zero_grad()
+        second(first(torch.ones(2, 4))).sum().backward()
+        step()
+        step_one()
+        assert gate.phase.name == "DIRTY"
+    assert migrator._life._steps == 6 * count
     if BOTH:
         migrator.safe_point()
 print("recompiled", torch._dynamo.utils.counters["recompile_limit"].total(), flush=True)
