@@ -215,6 +215,42 @@ def test_other_programs_start_with_ordinary_signals(job: Job) -> None:
 
 # Other owners of signals.
 
+CHILD_OF_A_SAVE = """
+from migrator.storage import LocalStorage
+put = LocalStorage.put
+holds, go = threading.Event(), threading.Event()
+
+def held(self, name, data, *, exclusive):
+    if name.endswith("manifest.json"):
+        holds.set()
+        go.wait()
+    put(self, name, data, exclusive=exclusive)
+
+LocalStorage.put = held
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+weight.grad = torch.ones(1)
+os.kill(os.getpid(), signal.SIGTERM)
+holds.wait()
+pid = os.fork()
+if pid == 0:
+    optimizer.step()
+    os._exit(int(-weight.item()))
+print("child stepped", code_of(pid))
+go.set()
+time.sleep(60)
+"""
+
+
+def test_a_child_forked_while_a_save_is_under_way_does_not_wait_for_it(job: Job) -> None:
+    """The parent's gate is shut and stays so; the thread that would open it is not in the child."""
+    run = write(job, CHILD_OF_A_SAVE).run()
+
+    assert run.wait() == 143, run.text
+    assert "child stepped 1" in run.text
+    assert len(run.events("committed")) == 1
+
+
 ASYNCIO = """
 import glob
 
@@ -251,6 +287,32 @@ def test_asyncio_may_own_the_wakeup_fd(job: Job, steal: str) -> None:
 
     assert run.wait() == 143, run.text
     assert len(run.events("committed")) == 1
+
+
+HUNG = """
+import ctypes
+lock = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+    train(1)
+    print("hangs\\n", end="")
+    libc.pthread_mutex_lock(lock)  # for ever, and no signal handler of Python's runs meanwhile
+
+asyncio.run(main())
+"""
+
+
+def test_a_main_thread_that_hangs_in_c_is_saved_though_asyncio_took_the_wakeup_fd(job: Job) -> None:
+    """Only the interpreter's own C handler still runs, so the fd must be ours again."""
+    run = write(job, HUNG).run()
+    run.wait_for("^hangs$")
+    run.kill()
+
+    run.wait_for("migrator rank 0: committed ckpt=000001-000000000006 ")
+    assert run.wait() == 143, run.text
 
 
 HANDLER = """
@@ -342,7 +404,7 @@ for number in range(count):
     os.close(tell)
     if mode == "sigterm":
         os.read(ready, 1)
-        time.sleep(number * 0.001)
+        time.sleep(number * 0.008)  # the interpreter's end takes most of 0.2 s
         os.kill(pid, signal.SIGTERM)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     codes[code] = codes.get(code, 0) + 1
@@ -368,7 +430,7 @@ os.write(tell, b".")
 
 
 def _codes(run: Process) -> dict[int, int]:
-    assert run.wait() == 0, run.text
+    assert run.wait(280) == 0, run.text
     found = json.loads(
         run.wait_for(r"^codes (\{.*\})$")[1].replace("{", '{"').replace(": ", '": ').replace(", ", ', "')
     )
@@ -384,6 +446,7 @@ def _many(job: Job, mode: str, count: int) -> list[Process]:
     ]
 
 
+@pytest.mark.timeout(300)
 def test_a_finished_run_exits_0_a_hundred_times_in_a_hundred(job: Job) -> None:
     """Through the interpreter's whole end, with or without a save under way: no thread of ours is in its way."""
     runs = _many(job, "finish", 50)
@@ -392,6 +455,7 @@ def test_a_finished_run_exits_0_a_hundred_times_in_a_hundred(job: Job) -> None:
     assert all("Traceback" not in run.text and "save_failed" not in run.text for run in runs)
 
 
+@pytest.mark.timeout(300)
 def test_sigterm_while_a_run_finishes_is_no_failure(job: Job) -> None:
     """At any moment of its end it is either finished or has left: 0 or 143, never an abort or an error."""
     runs = _many(job, "sigterm", 20)

@@ -42,9 +42,9 @@ LEAVES = 16
 def tells(value: Any) -> list[float]:
     """All numbers of a state, of a tensor its one value: a second one would be that of another step."""
     if isinstance(value, Tensor):
-        first, last = value.min().item(), value.max().item()
-        assert first == last, f"a tensor holds {first} and {last}"
-        return [float(first)]
+        numbers = value.numpy().reshape(-1)  # numpy, not torch: one thread does not wait for another
+        assert (numbers == numbers[0]).all(), f"a tensor holds {numbers.min()} and {numbers.max()}"
+        return [float(numbers[0])]
     if isinstance(value, (dict, list, tuple)):
         items = value.values() if isinstance(value, dict) else value
         return [number for item in items for number in tells(item)]
@@ -287,6 +287,8 @@ for step in migrator.batches(list(range(1, STEPS + 1))):
         while not migrator._life.gate._takers:  # the periodic save waits for the next step
             time.sleep(0.001)
         print("saved", migrator.save_ckpt(), flush=True)
+        while not migrator._life.gate._takers:  # it waits again
+            time.sleep(0.001)
 while os.environ.get("WAITS") and not migrator._life.gate._takers:
     time.sleep(0.001)
 """
@@ -299,9 +301,7 @@ def test_a_save_asked_for_just_before_a_periodic_one_is_made_at_once(job: Job) -
     process = job.run(STEPS="25", SAVE_AT="9", MIGRATOR_EVERY="10", MIGRATOR_KEEP="10")
 
     assert process.wait(20) == 0, process.text
-    first, second, *_ = (int(name[-2:]) for name in job.ckpts())
-    assert first == 9
-    assert 10 <= second < 20
+    assert [name[-2:] for name in job.ckpts()][:2] == ["09", "10"]
 
 
 def test_periodic_saves_of_what_changes_outside_steps_do_not_stop_the_loop(job: Job) -> None:
@@ -318,10 +318,10 @@ def test_a_run_that_ends_just_before_a_periodic_save_has_not_failed(job: Job) ->
     """Nothing is said of a save that the end of the script has overtaken, and nothing waits for it."""
     job.write(LOOP)
 
-    process = job.run(STEPS="19", WAITS="1", MIGRATOR_EVERY="10")
+    process = job.run(STEPS="9", WAITS="1", MIGRATOR_EVERY="10")
 
     assert process.wait(20) == 0, process.text
-    assert [name[-2:] for name in job.ckpts()] == ["10"]
+    assert job.ckpts() == []
     assert process.events("save_failed") == []
 
 
