@@ -247,7 +247,7 @@ def test_a_child_forked_while_a_save_is_under_way_does_not_wait_for_it(job: Job)
     run = write(job, CHILD_OF_A_SAVE).run()
 
     assert run.wait() == 143, run.text
-    assert "child stepped 1" in run.text
+    assert "\nchild stepped 1\n" in run.text
     assert len(run.events("committed")) == 1
 
 

@@ -90,7 +90,7 @@ def answer(job: Job) -> Signal:
 
 def last_step(run: Process) -> int:
     """The last one that was told; the loop may be one further."""
-    return int(run.text.rpartition("\nstep ")[2].split()[0])
+    return max(map(int, re.findall(r"^step (\d+)$", run.text, re.MULTILINE)), default=0)
 
 
 def saved_step(run: Process) -> int:
