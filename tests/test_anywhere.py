@@ -207,6 +207,35 @@ def test_a_long_evaluation_ends_at_once_after_the_commit(job: Job):
     assert "not ours" not in life.text
 
 
+IN_THE_BODY = """
+from tests.jobs.ground import *
+begin()
+for x, ids in migrator.batches(loader):
+    train(x, ids)
+    if state["step"] == 3:
+        {}
+        ask(float(os.environ["MIGRATOR_GRACE_S"]))
+        time.sleep(LONG_S)  # an evaluation every so many steps
+"""
+
+
+def test_an_evaluation_in_the_body_behind_a_safe_point(job: Job):
+    """Between a step and the next batch only the script knows whether all is whole; here it says so."""
+    assert_saved(job, job.write(IN_THE_BODY.format("migrator.safe_point()")).run(), step=3)
+
+
+def test_an_evaluation_in_the_body_without_one_is_truthfully_answered(job: Job):
+    """Nothing half done is saved: at the deadline the answer is what is missing, and the process leaves."""
+    life = job.write(IN_THE_BODY.format("pass")).run(MIGRATOR_GRACE_S="2")
+
+    assert life.wait() == 143, life.text
+    answer = SignalFile(job.signal).read()
+    assert answer is not None
+    assert (answer.word, answer.fields["request"]) == ("init", "r-1")
+    assert "call migrator.safe_point()" in answer.fields["error"]
+    assert job.ckpts() == []
+
+
 def test_in_a_sleep(job: Job):
     """A main thread that sleeps is woken."""
     life = job.write(FOUR_STEPS + "print('sleeps')\ntime.sleep(LONG_S)").run()
@@ -347,10 +376,11 @@ def test_twice_in_a_row_is_once(job: Job):
         + """
 try:
     for x, ids in migrator.batches(loader):
-        train(x, ids)
         if state["step"] == 3:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LONG_S)
+        train(x, ids)
 finally:
     os.kill(os.getpid(), signal.SIGTERM)
     for i in range(20):
@@ -360,7 +390,7 @@ finally:
 """
     ).run()
 
-    assert_saved(job, life)
+    assert_saved(job, life, step=3)
     assert len(life.events("committed")) == 1
     assert "cleaned up" in life.text
     assert "Traceback" not in life.text
