@@ -5,13 +5,14 @@ few milliseconds. A forked child runs its script as `__main__` and ends as any
 interpreter ends, through atexit and finalisation, so that exit codes are real.
 
 Run as `python -m tests.forkserver SOCKET`; one connection per child: a line of
-JSON {"argv", "env", "cwd", "out"} in, a line with the pid out, a line with the
+JSON {"argv", "env", "cwd", "out", "delay_s"} in, a line with the pid out, a line with the
 exit status (negative: the signal) when the child has ended. It ends with the
 connection that is opened first.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -20,14 +21,19 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     import numpy  # noqa: F401
     import torch
     import torch._dynamo  # the first optimizer of a process would import it, in more than half a second
+    import torch.distributed.run  # what ranks and torchrun's agent need at their start
+    import torch.nn.parallel
     import torch.utils.data
     import watchdog.observers  # noqa: F401
 
@@ -68,8 +74,10 @@ def _accept(server: socket.socket, selector: Any, open_things: list[Any]) -> dic
     request: dict[str, Any] = json.loads(connection.makefile("r").readline())
     sys.stdout.flush()
     sys.stderr.flush()
+    server_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
+        request["parent"] = server_pid
         for thing in open_things:
             thing.close()
         connection.close()
@@ -97,6 +105,11 @@ def _report(fd: int, data: tuple[int, socket.socket], selector: Any, open_things
 def _become(request: dict[str, Any]) -> None:
     """Turn this forked child into `python argv...`."""
     os.setsid()
+    # A test run that is itself killed runs no clean-up, and nobody's signals reach a session of its own. So the kernel
+    # ends each child with this server, which ends with its tests.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != request["parent"]:  # it ended just before
+        os._exit(1)
     # As a terminal or a container starts it; whoever started the tests may have them ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
@@ -110,6 +123,7 @@ def _become(request: dict[str, Any]) -> None:
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    time.sleep(request["delay_s"])  # a late start, in a process that its test can already kill
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

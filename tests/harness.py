@@ -11,9 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from tests.gang import Gang
+    from tests.torchruns import Torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0
@@ -49,9 +53,9 @@ class ForkServer:
                     raise
                 time.sleep(0.02)
 
-    def start(self, argv: list[str], *, env: Mapping[str, str], cwd: Path, out: Path) -> Process:
+    def start(self, argv: list[str], *, env: Mapping[str, str], cwd: Path, out: Path, delay_s: float = 0.0) -> Process:
         connection = self._connect()
-        request = {"argv": argv, "env": dict(env), "cwd": str(cwd), "out": str(out)}
+        request = {"argv": argv, "env": dict(env), "cwd": str(cwd), "out": str(out), "delay_s": delay_s}
         connection.sendall(json.dumps(request).encode() + b"\n")
         return Process(connection, out)
 
@@ -113,17 +117,41 @@ class Process:
 
     def events(self, name: str) -> list[dict[str, str]]:
         """The fields of all log lines with this event, in order."""
-        found = re.findall(rf"migrator rank \d+: {name}(?: (.*))?$", self.text, re.MULTILINE)
-        return [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', fields)) for fields in found]
+        return events_in(self.text, name)
 
     def end(self) -> None:
         """Whatever is left of it, by pid. Safe to call on one that ended."""
+        self.kill_if_running()
+        self.wait()
+
+    def kill_if_running(self) -> None:
+        """SIGKILL to its process group. Safe to call on one that ended."""
         if self.returncode is None:
-            try:
-                os.killpg(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self.wait()
+            kill_group(self.pid)
+
+
+def events_in(text: str, name: str) -> list[dict[str, str]]:
+    """The fields of all log lines with this event, in order."""
+    found = re.findall(rf"migrator rank \d+: {name}(?: (.*))?$", text, re.MULTILINE)
+    return [dict(re.findall(r'(\w+)=("[^"]*"|\S+)', fields)) for fields in found]
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to the process, stopped or not, and to the process group it leads. That it ended is fine."""
+    for kill in (os.killpg, os.kill):  # a group it leads once it has come that far
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+class Ends(Protocol):
+    """What a job started and has to end."""
+
+    def end(self) -> None: ...
+
+
+Started = TypeVar("Started", bound=Ends)
 
 
 class Job:
@@ -136,7 +164,7 @@ class Job:
         self.signal = directory / "pod" / "signal"
         self.script = directory / "train.py"
         self.env: dict[str, str] = {}
-        self._runs: list[Process] = []
+        self._runs: list[Ends] = []
 
     def write(self, body: str) -> Job:
         """The training script: Python text."""
@@ -150,25 +178,45 @@ class Job:
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None, **more: str) -> Process:
         """Start a life of the job. Further keyword arguments are environment variables."""
+        out = self.directory / f"out-{len(self._runs)}.txt"
+        return self.ends(self.start([str(self.script), *argv], out=out, env={**(env or {}), **more}))
+
+    def gang(self, size: int, *argv: str, **more: Any) -> Gang:
+        """Start a life of several ranks, as plain `env://`. What may be given is said in `Gang`."""
+        from tests.gang import Gang
+
+        return self.ends(Gang(self, size, *argv, name=f"out-{len(self._runs)}", **more))
+
+    def torchrun(self, *argv: str, **more: Any) -> Torchrun:
+        """Start a torchrun agent with its ranks. What may be given is said in `Torchrun`."""
+        from tests.torchruns import Torchrun
+
+        return self.ends(Torchrun(self, *argv, name=f"out-{len(self._runs)}", **more))
+
+    def ends(self, thing: Started) -> Started:
+        """From now on the job ends this too."""
+        self._runs.append(thing)
+        return thing
+
+    def start(self, argv: Sequence[str], *, out: Path, env: Mapping[str, str], delay_s: float = 0.0) -> Process:
+        """One process with this job's settings. Whoever calls this ends it."""
         base = {k: v for k, v in os.environ.items() if not k.startswith(("MIGRAT", "KUBERNETES"))}
         settings = {"MIGRATOR_CKPT": str(self.root), "MIGRATOR_SIGNAL": str(self.signal), "MIGRATOR_GRACE_S": "20"}
-        out = self.directory / f"out-{len(self._runs)}.txt"
-        process = self._server.start(
-            [str(self.script), *argv],
-            env={**base, **settings, "OMP_NUM_THREADS": "1", **self.env, **(env or {}), **more},
+        return self._server.start(
+            list(argv),
+            env={**base, **settings, "OMP_NUM_THREADS": "1", **self.env, **env},
             cwd=self.directory,
             out=out,
+            delay_s=delay_s,
         )
-        self._runs.append(process)
-        return process
 
     def ckpts(self) -> list[str]:
         """Names of committed ckpts, oldest first."""
         return sorted(path.parent.name for path in self.root.glob("*/*/manifest.json"))
 
     def end(self) -> None:
-        for process in self._runs:
-            process.end()
+        for thing in self._runs:
+            thing.end()
 
 
 def until(
