@@ -45,6 +45,12 @@ class Capture:
     changed: list[str] = field(default_factory=list, repr=False)
     """The objects whose tensors the training thread itself found changed, while a save was reading."""
     pins: int = field(default=0, repr=False)
+    turn: int = 0
+    """How many rounds were entered since the step, without another one."""
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return self.step, self.turn
 
 
 class Capturer:
@@ -57,7 +63,7 @@ class Capturer:
         self._last_s = 0.0
         self._marks: dict[str, Mark] = {}
 
-    def take(self, step: int, loop: dict[str, Any] | None, *, full: bool) -> Capture:
+    def take(self, step: int, loop: dict[str, Any] | None, *, full: bool, turn: int = 0) -> Capture:
         """Capture all registered objects; `full` takes the costly ones too."""
         start_s = perf_counter()
         interval_s, self._last_s = start_s - self._last_s, start_s
@@ -74,7 +80,7 @@ class Capturer:
             self._weigh(name, kind, perf_counter() - before_s, interval_s)
         self._marks = marks
         missing = frozenset() if full else frozenset(self._deferred)
-        return Capture(step, random, values, marks, loop, missing)
+        return Capture(step, random, values, marks, loop, missing, turn=turn)
 
     def _weigh(self, name: str, kind: kinds.Kind, cost_s: float, interval_s: float) -> None:
         if cost_s < _FLOOR_S.get(kind.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:

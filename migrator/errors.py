@@ -40,6 +40,10 @@ class RegistrationError(MigratorError):
     """Something cannot be registered; the message names the path inside it and the way out."""
 
 
+class RanksError(MigratorError):
+    """The ranks of the job could not come together; the message says who was missing."""
+
+
 class StorageError(MigratorError):
     """The place for the ckpts cannot be used, or an operation on it failed."""
 

@@ -19,14 +19,18 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
+from migrator.agreement import Point
 from migrator.capture import Capture, Capturer
 
 _TICK_S = 0.05
+_HOLD_S = 1.0
+"""So long the loop stays at a safe point that is to be saved and that no save has come for."""
 """Waits are cut in pieces: a Python signal handler runs in the main thread between them."""
 
 
@@ -61,12 +65,21 @@ class Gate:
         """No step is made any more, whatever happens."""
         self.is_closed = False
         """The main thread will make no more safe points."""
+        self.at: Point = (0, 0)
+        """The last safe point: the step, and the rounds entered since."""
+        self.agrees = False
+        """Several ranks decide together how far the loop goes on when leaving."""
+        self.limit: Point | None = None
+        """When leaving together: the loop goes on up to this safe point; None: not at all."""
+        self.hold_at: Point | None = None
+        """The loop stays at this safe point until the save that is meant for it has begun."""
         self._is_shut = False
         self._waiting = 0
         self._hooks: list[Any] = []
 
         self._takers = 0
         self._least_step = 0
+        self._exact: Point | None = None
         self._held = 0
         """The main thread stands in a safe point and stays there."""
 
@@ -131,11 +144,17 @@ class Gate:
             while self._is_shut or self.is_leaving:
                 if self.is_leaving and self.may_leave():
                     self.leave()
-                if self.is_leaving and self._needs_another():
+                if self.is_leaving and self._may_go_on():
                     return
                 self._cond.wait(_TICK_S)
         finally:
             self._waiting -= 1
+
+    def _may_go_on(self) -> bool:
+        """Although the process leaves, the loop has to go on to another safe point first."""
+        if self.agrees:
+            return not self._is_shut and self.limit is not None and self.at < self.limit
+        return self._needs_another()
 
     def _needs_another(self) -> bool:
         """Leaving, but this safe point cannot be saved any more: the loop must go on to the next one."""
@@ -147,6 +166,13 @@ class Gate:
         with self._cond:
             return self.phase is Phase.CLEAN and not self._is_savable()
 
+    @property
+    def is_spoiled(self) -> bool:
+        """Of this safe point something is not as it was, or was never copied; waiting does not help."""
+        with self._cond:
+            capture = self.capture
+            return self.phase is Phase.CLEAN and capture is not None and bool(capture.spoiled or capture.missing)
+
     def park(self) -> None:
         """Between two batches: stay until the process may leave. Returns only if another safe point is needed."""
         with self._cond:
@@ -157,12 +183,19 @@ class Gate:
             finally:
                 self._held -= 1
 
+    def pass_on(self) -> None:
+        """The loop is about to make a new safe point out of the last one, without a step between them."""
+        with self._cond:
+            if self.agrees and self.is_leaving and self.phase is Phase.CLEAN:
+                self._wait_while_shut()
+
     def publish(self, capture: Capture, *, may_stay: bool = True) -> None:
         """The main thread stands at a safe point and its state is `capture`."""
         with self._cond:
             self._compare()
             before, self.capture = self.capture, capture
             self._to(Phase.CLEAN)
+            self.at = capture.at
             if before is not None and before.pins == 0:
                 self._capturer.release(before)
             self._cond.notify_all()
@@ -172,6 +205,14 @@ class Gate:
                 # The save waits for exactly this; woken up, it would find the next step begun.
                 while self._takers and self._is_wanted(capture) and not self._is_shut and not self.is_leaving:
                     self._cond.wait(_TICK_S)
+            if may_stay and self.hold_at == capture.at:
+                self._hold(capture)
+
+    def _hold(self, capture: Capture) -> None:
+        """All ranks save this very safe point: once the loop has gone on it is lost."""
+        end_s = time.monotonic() + _HOLD_S
+        while self.hold_at == capture.at and not self._is_shut and not self.is_leaving and time.monotonic() < end_s:
+            self._cond.wait(_TICK_S)
 
     def _stay(self) -> None:
         self._held += 1
@@ -184,9 +225,10 @@ class Gate:
         finally:
             self._held -= 1
 
-    def loaded(self) -> None:
+    def loaded(self, step: int = 0) -> None:
         with self._cond:
             self._to(Phase.LOADED)
+            self.at = (step, 0)
 
     def close(self) -> None:
         """The main thread is on its way out: whoever waits for a safe point waits in vain."""
@@ -212,10 +254,57 @@ class Gate:
             self.is_leaving = self.is_leaving or is_leaving
             self._cond.notify_all()
 
-    def take(self, wait_s: float, *, least_step: int = 0) -> Capture | None:
+    def hold(self, at: Point | None) -> None:
+        """Make the loop stay at this safe point when it gets there; None: at none."""
+        with self._cond:
+            self.hold_at = at
+            self._cond.notify_all()
+
+    def stop(self) -> tuple[Point | None, bool]:
+        """Let the loop begin nothing new; where it is, or will be next, and whether anything was trained.
+
+        One act: whoever looked first and shut afterwards would tell of a safe point that is no more.
+        """
+        with self._cond:
+            self.is_due = self.is_leaving = True
+            self.limit = None
+            self._cond.notify_all()
+            return self._reach(), self.phase in (Phase.CLEAN, Phase.DIRTY)
+
+    def settle_here(self) -> tuple[Point | None, bool]:
+        """As `stop`, and let the loop on to just there: for good."""
+        with self._cond:
+            self.is_due = self.is_leaving = True
+            self.limit = self._reach()
+            self._cond.notify_all()
+            return self.limit, self.phase in (Phase.CLEAN, Phase.DIRTY)
+
+    @property
+    def reach(self) -> Point | None:
+        """The safe point that can be saved next: the last one, or else the one to come; None: there is none."""
+        with self._cond:
+            return self._reach()
+
+    def _reach(self) -> Point | None:
+        if self.phase in (Phase.FRESH, Phase.LOADED) or self._is_savable():
+            return self.at
+        return None if self.is_closed else (self.at[0] + 1, 0)
+
+    def let(self, limit: Point) -> None:
+        """The loop may go on up to this safe point."""
+        with self._cond:
+            self.limit = limit
+            self._cond.notify_all()
+
+    def is_at(self, point: Point) -> bool:
+        """The loop stands there, or has nothing but that behind it."""
+        with self._cond:
+            return self.phase is Phase.CLEAN and self.at == point
+
+    def take(self, wait_s: float, *, least_step: int = 0, exact: Point | None = None) -> Capture | None:
         """Shut the gate on a safe point that can be saved, and pin it. None: there is none yet."""
         with self._cond:
-            self._least_step = least_step
+            self._least_step, self._exact = least_step, exact
             if not self._is_wanted(self.capture):
                 self._takers += 1
                 self._cond.wait(wait_s)
@@ -224,6 +313,8 @@ class Gate:
             if capture is None or not self._is_wanted(capture):
                 return None
             self._is_shut = True
+            if self.hold_at is not None and capture.at >= self.hold_at:
+                self.hold_at = None
             capture.pins += 1
             self._cond.notify_all()
             return capture
@@ -242,7 +333,9 @@ class Gate:
             return self.is_closed and not self._is_savable()
 
     def _is_wanted(self, capture: Capture | None) -> bool:
-        return self._is_savable() and capture is not None and capture.step >= self._least_step
+        if capture is None or not self._is_savable():
+            return False
+        return capture.step >= self._least_step if self._exact is None else capture.at == self._exact
 
     def open(self) -> None:
         """The reading is done, or given up: steps may go on."""

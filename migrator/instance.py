@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from migrator import events, settings
 from migrator.errors import UsageError
-from migrator.life import Life, refuse_several_ranks
+from migrator.life import Life
 from migrator.registry import Registry
 
 Batch_co = TypeVar("Batch_co", covariant=True)
@@ -71,7 +71,6 @@ class Migrator:
                 "listening() before any register(): there would be nothing to save. "
                 'Call migrator.register("model", model) and so on first.'
             )
-        refuse_several_ranks()
         events.ensure_visible()
         given = {
             "ckpt": ckpt,

@@ -54,6 +54,10 @@ class Leaving:
         """The process that waits for the answer, if it said so."""
         self.advanced_s = time.monotonic()
         """When the save last wrote something."""
+        self.pod_is_dying = False
+        """The news came to this pod, not only to another rank's."""
+        self.is_terminated = False
+        """SIGTERM came, first or later."""
 
     def begin(self, news: News) -> bool:
         """Take the first news; later ones add nothing but, perhaps, a request to answer."""

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from migrator import environment, legacy, lineage, loading, randomness, signal_file
+from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
@@ -29,6 +29,7 @@ from migrator.errors import (
 )
 from migrator.events import log
 from migrator.gate import Gate, Phase
+from migrator.joint import JointSaver
 from migrator.leaving import HOOK_READS_S, Leaving, Outcome
 from migrator.loop import Batches, Loops, Place
 from migrator.manifest import parse_ckpt_name
@@ -39,6 +40,7 @@ from migrator.settings import Settings
 from migrator.signal_file import SignalFile
 from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
+from migrator.team import Team, Welcome
 from migrator.watcher import Watcher
 
 EXIT_WAIT_S = 600.0
@@ -70,22 +72,30 @@ class Life:
         self._forward_hooks: list[Any] = []
 
         self._file = SignalFile(settings.signal)
-        storage = LocalStorage(settings.ckpt, settings.job)
-        storage.check()
-        self._storage = storage
-        self._generation = lineage.claim(storage, fresh=settings.resume == "never", about=_about())
-        self._say_where()
-        lineage.wait_for_leaving(storage, self._generation.lineage)
-        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        self._storage = LocalStorage(settings.ckpt, settings.job)
+        rank, size = ranks.place()
+        events.rank = rank
+        self._team = None if size == 1 else Team(ranks.join(), settings, registry, self._storage)
+        if self._team is None:
+            self._begin_generation({"ranks": 1})
+        else:
+            self._team.meet(self._begin_generation_for_all)
+            self._take_over(self._team.welcome)
         self._legacy = self._find_legacy()
-        self._check_required()
-
         self._capturer = Capturer(registry)
         self.gate = Gate(self._capturer)
         self._sigterm = Sigterm()
         self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
-        shop = Workshop(storage, self._generation, settings.job, registry, self._capturer, self.gate)
-        self._saver = Saver(shop, settings, self._leaving, self._file)
+        self._turn = 0
+        shop = Workshop(self._storage, self._generation, settings.job, registry, self._capturer, self.gate)
+        if self._team is None:
+            self._saver = Saver(shop, self.settings, self._leaving, self._file)
+        else:
+            self.gate.agrees = True
+            shop = self._team.workshop(shop)
+            self._saver = JointSaver(
+                shop, self.settings, self._leaving, self._file, ranks=self._team.ranks, pod=self._team.pod
+            )
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
         self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
@@ -95,6 +105,27 @@ class Life:
         self._start()
 
     # Beginning.
+
+    def _begin_generation(self, about: dict[str, Any]) -> None:
+        """Claim this life's number, and wait for a life before it that is still saving."""
+        storage = self._storage
+        storage.check()
+        fresh = self.settings.resume == "never"
+        self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
+        self._say_where()
+        lineage.wait_for_leaving(storage, self._generation.lineage)
+        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        self._legacy = self._find_legacy()
+        self._check_required()
+
+    def _begin_generation_for_all(self, about: dict[str, Any]) -> Welcome:
+        """Rank 0."""
+        self._begin_generation(about)
+        return Welcome(self._generation, tuple(self._candidates), str(self.settings.every))
+
+    def _take_over(self, welcome: Welcome) -> None:
+        """What rank 0 found holds for all ranks."""
+        self._generation, self._candidates = welcome.generation, list(welcome.ckpts)
 
     def _say_where(self) -> None:
         log(
@@ -147,6 +178,11 @@ class Life:
         self._sigterm.install()
         self._watcher.start()
         self._saver.start()
+        if self._team is not None:
+            self._team.begin()
+        if self._team is None or self._team.pod.position == 0:
+            for warning in environment.launcher_warnings(os.environ):
+                log("launcher_warning", level=logging.WARNING, means=warning)
         log(
             "listening",
             signal=self.settings.signal,
@@ -161,8 +197,9 @@ class Life:
         mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
         found = self._file.read()
         deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
-        if deadline is None:
-            self._file.write(signal_file.INIT, pids=os.getpid())
+        if deadline is None and (self._team is None or self._team.pod.position == 0):
+            pids = [os.getpid()] if self._team is None else self._team.pids
+            self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
 
     # Loading.
 
@@ -189,6 +226,7 @@ class Life:
             return str(self._legacy)
         loaded = self._newest_usable()
         self.step = loaded.step
+        self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
         if loaded.loop is not None:
             self._place.load(loaded.loop, loaded.random)
@@ -202,6 +240,8 @@ class Life:
         found = []
         for name in self._candidates:
             try:
+                if self._team is not None:
+                    return self._team.load(name)
                 return loading.load(self._storage, name, self._registry)
             except CkptCorrupt as error:
                 found.append(str(error))
@@ -215,7 +255,7 @@ class Life:
 
     def _after_load(self) -> None:
         self.is_loaded = True
-        self.gate.loaded()
+        self.gate.loaded(self.step)
 
     # Training: where safe points are.
 
@@ -256,6 +296,8 @@ class Life:
         elif self.gate.phase is Phase.CLEAN and is_new_round and not self._has_gradients_to_lose():
             # Before a second loop of the same epoch the last safe point stays: from here a resumed script
             # would do again what lies between the two, a scheduler's step for one.
+            self.gate.pass_on()
+            self._turn += 1
             self._capture()
 
     def _has_gradients_to_lose(self) -> bool:
@@ -280,6 +322,7 @@ class Life:
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()  # not everything that trains does it by an optimizer
         self.step += 1
+        self._turn = 0
         self._unsaved_steps = 0
         self._finished_before, self._finished = frozenset(self._finished), set()
         if not self.loops.is_live:
@@ -291,7 +334,8 @@ class Life:
         self._capture(may_stay=may_stay)
 
     def _capture(self, *, may_stay: bool = True) -> None:
-        self.gate.publish(self._capturer.take(self.step, self._place.state(), full=self.gate.is_due), may_stay=may_stay)
+        capture = self._capturer.take(self.step, self._place.state(), full=self.gate.is_due, turn=self._turn)
+        self.gate.publish(capture, may_stay=may_stay)
 
     def park(self) -> None:
         self.gate.park()
@@ -301,7 +345,7 @@ class Life:
         before = self.gate.capture
         if before is not None and self.gate.is_unsavable:
             # The loop still stands at that safe point; only its loader may have drawn random numbers since.
-            again = self._capturer.take(self.step, before.loop, full=True)
+            again = self._capturer.take(self.step, before.loop, full=True, turn=self._turn)
             self.gate.publish(replace(again, random=before.random), may_stay=False)
         self.gate.close()
         while not self._leaving.may_leave():
@@ -458,13 +502,18 @@ class Life:
         if self._leaving.news is not None:
             while not self._leaving.may_leave():
                 self._leaving.is_decided.wait(0.05)
+        if self._team is not None and self._leaving.news is None:
+            self._team.say_bye()
         self._leaving.main_is_out.set()
         self._saver.close(EXIT_WAIT_S if self._leaving.news is None else 5.0)
         self._watcher.close()
+        if self._team is not None:
+            self._team.close()
         self.gate.remove()
         self._sigterm.close()
         if self._leaving.news is None:
-            self._file.remove()
+            if self._team is None or self._team.is_last_of_pod():
+                self._file.remove()
             return
         self._wait_for_hook()
         if getattr(sys, "last_value", None) is not None:
@@ -489,21 +538,6 @@ def _about() -> dict[str, Any]:
         "host": environment.pod_name(),
         "pid": os.getpid(),
         "time": time.time(),
-        "ranks": 1,
         "script": sys.argv[0] if sys.argv else "",
         "argv": sys.argv[1:],
     }
-
-
-def refuse_several_ranks() -> None:
-    """This version saves one process; several would each save their own."""
-    from torch import distributed
-
-    size = int(os.environ.get("WORLD_SIZE", "1") or 1)
-    if distributed.is_available() and distributed.is_initialized():
-        size = distributed.get_world_size()
-    if size > 1:
-        raise UsageError(
-            f"listening(): this job has {size} ranks; this version saves jobs of one process only. "
-            "Every rank would write a ckpt of its own."
-        )

@@ -69,7 +69,7 @@ def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Ge
             continue
         break
     lineage, proven = _lineage(storage, number, continues, taken)
-    differs = {} if continues is None else _differences(_read_about(storage, continues), about)
+    differs = {} if continues is None else _differences(read_about(storage, continues), about)
     return Generation(number, continues, lineage, proven, differs)
 
 
@@ -239,7 +239,8 @@ def _read_record(storage: LocalStorage, number: int) -> dict[str, Any]:
     return record
 
 
-def _read_about(storage: LocalStorage, number: int) -> dict[str, Any]:
+def read_about(storage: LocalStorage, number: int) -> dict[str, Any]:
+    """What a life said of itself when it began; empty if that cannot be read."""
     try:
         about = _read_record(storage, number)["about"]
     except CkptCorrupt:

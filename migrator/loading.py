@@ -8,21 +8,24 @@ found on the way; the ckpt before it is then loaded over what was half loaded.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from migrator import tree
+from migrator import randomness, tree
 from migrator.errors import CkptCorrupt, CkptMismatch
+from migrator.events import log
 from migrator.lineage import whole
 from migrator.manifest import Manifest
 from migrator.parts import read_part
 from migrator.progress import Progress
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
-from migrator.tree import Stored
+from migrator.tree import DTYPES, Stored, dtype_name
 
 
 @dataclass(frozen=True)
@@ -34,34 +37,100 @@ class Loaded:
     random: dict[str, Any]
     loop: dict[str, Any] | None
     size: int
+    ranks: int
+    """How many ranks it was saved with."""
 
 
-def load(storage: LocalStorage, name: str, registry: Registry) -> Loaded:
+class Fit:
+    """What one rank takes from a manifest, found to fit what is registered; nothing is touched yet."""
+
+    def __init__(
+        self, manifest: Manifest, registry: Registry, *, rank: int = 0, size: int = 1, where: str | None = None
+    ) -> None:
+        self._manifest = manifest
+        self._registry = registry
+        self._rank = rank
+        own = _own(manifest, rank) if manifest.ranks == size else {}
+        entries = {**manifest.objects, **own.get("objects", {})}
+        self._loop = own.get("loop", manifest.extra.get("loop"))
+        self._values = {key: _decoded(entry["tree"]) for key, entry in entries.items()}
+        kinds = {key: entry["kind"] for key, entry in entries.items()}
+        _check_fit(where or manifest.ckpt, kinds, self._values, registry)
+
+    def homes(self) -> dict[str, Tensor]:
+        """Where stored tensors live in this process."""
+        homes: dict[str, Tensor] = {}
+        for key, kind in self._registry:
+            for stored, tensor in kind.homes(self._values[key]).items():
+                homes.setdefault(stored, tensor.detach())
+        return homes
+
+    def restore(self, tensors: dict[str, Tensor]) -> Loaded:
+        """Put everything in place."""
+        name = self._manifest.ckpt
+        random = self._random(tensors)
+        loop = _filled(_decoded(self._loop), tensors)
+        filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
+        for key, kind in self._registry:
+            try:
+                kind.restore(filled[key])
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+                raise CkptMismatch(
+                    f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
+                    "Start without the ckpt: MIGRATOR_RESUME=never."
+                ) from error
+        return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
+
+    def _random(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """This rank's own random states; where the ckpt has none for it, such as follow from another rank's."""
+        states = _filled(_decoded(self._manifest.extra.get("random")), tensors) or {}
+        if not isinstance(states, dict) or not all(rank.isdecimal() for rank in states):
+            raise CkptCorrupt(f"{self._manifest.ckpt}: its random states are not kept by rank")
+        if not states or str(self._rank) in states:
+            return dict(states.get(str(self._rank)) or {})
+        ranks = sorted(states, key=int)
+        other = ranks[self._rank % len(ranks)]
+        log("random_derived", level=logging.WARNING, ckpt=self._manifest.ckpt, other=other)
+        return randomness.derived(states[other], self._rank)
+
+
+def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0, size: int = 1) -> Loaded:
     """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
     manifest = whole(storage, name)
-    values = {key: _decoded(entry["tree"]) for key, entry in manifest.objects.items()}
-    _check_fit(f"{storage.root / name}", manifest, values, registry)
-    homes: dict[str, Tensor] = {}
-    for key, kind in registry:
-        for stored, tensor in kind.homes(values[key]).items():
-            homes.setdefault(stored, tensor.detach())
+    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.root / name}")
+    return fit.restore(read(storage, manifest, fit.homes()))
+
+
+def read(storage: LocalStorage, manifest: Manifest, homes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a ckpt, every byte verified."""
     tensors: dict[str, Tensor] = {}
     with Progress("loading") as progress:
         for part in manifest.parts:
-            tensors |= read_part(storage, name, part, homes, progress=progress)
-    extra = {key: _filled(_decoded(value), tensors) for key, value in manifest.extra.items()}
-    filled = {key: _filled(values[key], tensors) for key, _ in registry}
-    for key, kind in registry:
-        try:
-            kind.restore(filled[key])
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            raise CkptMismatch(
-                f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
-                "Start without the ckpt: MIGRATOR_RESUME=never."
-            ) from error
-    random = extra.get("random") or {}
-    size = sum(part.bytes for part in manifest.parts)
-    return Loaded(name, manifest.step, random.get("0") or {}, extra.get("loop"), size)
+            tensors |= read_part(storage, manifest.ckpt, part, homes, progress=progress)
+    return tensors
+
+
+def described(tensors: dict[str, Tensor]) -> list[Any]:
+    """What another rank needs to make tensors of the same names and sizes."""
+    return [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+
+
+def made(described: list[Any]) -> dict[str, Tensor]:
+    """Tensors as `described` says, to be filled."""
+    return {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in described}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as plain bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _own(manifest: Manifest, rank: int) -> dict[str, Any]:
+    found = manifest.extra.get("own", {})
+    own = found.get(str(rank), {}) if isinstance(found, dict) else {}
+    if not isinstance(own, dict) or not isinstance(own.get("objects", {}), dict):
+        raise CkptCorrupt(f"{manifest.ckpt}: what is rank {rank}'s own is not of the form that a save writes")
+    return own
 
 
 def _decoded(node: Any) -> Any:
@@ -87,14 +156,14 @@ def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _check_fit(name: str, manifest: Manifest, values: dict[str, Any], registry: Registry) -> None:
+def _check_fit(name: str, kinds: dict[str, Any], values: dict[str, Any], registry: Registry) -> None:
     lines = [f"in the ckpt, not registered: {key}" for key in values if key not in registry]
     lines += [f"registered, not in the ckpt: {key}" for key, _ in registry if key not in values]
     for key, kind in registry:
         if key not in values:
             continue
-        if manifest.objects[key]["kind"] != kind.kind:
-            lines.append(f"{key}: is a {kind.kind} here, a {manifest.objects[key]['kind']} there")
+        if kinds[key] != kind.kind:
+            lines.append(f"{key}: is a {kind.kind} here, a {kinds[key]} there")
             continue
         try:
             lines += [f"{key}{line}" for line in kind.differences(values[key])]

@@ -88,6 +88,8 @@ class Place:
         self.pending: dict[str, dict[str, Any]] = {}
         """What a ckpt noted of loops that have not begun in this life yet."""
         self.random_at_safe_point: dict[str, Any] | None = None
+        self.ranks_changed = False
+        """The ckpt was made by another number of ranks, so what was handed to one of them says nothing here."""
         self._known: dict[str, Callable[[], Any]] = {}
 
     def label_of(self, loader: Any) -> str:
@@ -291,6 +293,14 @@ class _Loop:
         """Make the loader's iterator stand where this iteration begins."""
         place, label = self._place, self._label
         resumed = place.take_pending(label)
+        if resumed is not None and place.ranks_changed and self._sampler is None and resumed["handed"]:
+            log(
+                "epoch_repeated",
+                level=logging.WARNING,
+                loader=label,
+                means="only an ElasticSampler can go on within an epoch on another number of ranks",
+            )
+            resumed = None
         if self._sampler is not None:
             self._start_sampler(self._sampler)
         if resumed is None:

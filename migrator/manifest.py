@@ -31,7 +31,8 @@ LIMIT = 256 << 20
 NAME = "manifest.json"
 
 _CKPT = re.compile(r"([0-9]{6,})-([0-9]{12,})", re.ASCII)
-_PART = re.compile(r"part-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
+_BY = r"rank-[0-9]{5}(?:-[0-9]{1,9})?"
+_PART = re.compile(rf"(?:part-([0-9]{{5}})-of-([0-9]{{5}})(?:-{_BY})?|own-of-{_BY})\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _COUNT_MAX = 1 << 62
 
@@ -68,10 +69,7 @@ class Manifest:
             "step": self.step,
             "job": self.job,
             "ranks": self.ranks,
-            "parts": [
-                {"name": part.name, "bytes": part.bytes, "digest": part.digest, "blocks": list(part.blocks)}
-                for part in self.parts
-            ],
+            "parts": [part.to_json() for part in self.parts],
             "objects": self.objects,
             "extra": self.extra,
             "written": self.written,
@@ -103,11 +101,20 @@ class Manifest:
             step=_count(payload["step"], "step"),
             job=_typed(payload["job"], str, "job"),
             ranks=_count(payload["ranks"], "ranks", least=1),
-            parts=_parts(payload["parts"]),
+            parts=parts_from(payload["parts"]),
             objects=_objects(payload["objects"]),
             extra=_typed(payload["extra"], dict, "extra"),
             written=_typed(payload["written"], dict, "written"),
         )
+
+
+def own_name(rank: int, attempt: int = 1) -> str:
+    """The file of what one rank has for itself."""
+    return f"own-of-{_by(rank, attempt)}.safetensors"
+
+
+def _by(rank: int, attempt: int) -> str:
+    return f"rank-{rank:05d}" + (f"-{attempt}" if attempt > 1 else "")
 
 
 def ckpt_name(generation: int, step: int) -> str:
@@ -123,8 +130,9 @@ def parse_ckpt_name(name: str) -> tuple[int, int] | None:
     return found if ckpt_name(*found) == name else None
 
 
-def part_name(index: int, count: int) -> str:
-    return f"part-{index:05d}-of-{count:05d}.safetensors"
+def part_name(index: int, count: int, *, rank: int | None = None, attempt: int = 1) -> str:
+    """The file of a share. With several ranks it says who wrote it, so that none ever writes over another's."""
+    return f"part-{index:05d}-of-{count:05d}{'' if rank is None else '-' + _by(rank, attempt)}.safetensors"
 
 
 def seal(kind: str, payload: Mapping[str, Any]) -> bytes:
@@ -161,7 +169,8 @@ def _digest(body: bytes) -> bytes:
     return xxhash.xxh3_128(body).hexdigest().encode("ascii")
 
 
-def _parts(found: Any) -> tuple[PartRecord, ...]:
+def parts_from(found: Any) -> tuple[PartRecord, ...]:
+    """The parts that a manifest or a rank's record names, or `CkptCorrupt`."""
     parts = tuple(_part(part) for part in _typed(found, list, "parts"))
     if len({part.name for part in parts}) != len(parts):
         raise CkptCorrupt("the manifest names a part twice")
@@ -173,7 +182,7 @@ def _part(found: Any) -> PartRecord:
     _expect_keys(part, ("name", "bytes", "digest", "blocks"), "a part")
     name = _typed(part["name"], str, "name of a part")
     match = _PART.fullmatch(name)
-    if match is None or int(match[1]) >= int(match[2]):
+    if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
         raise CkptCorrupt(f"the manifest names the part {name!r:.80}; expected part-<i>-of-<n>.safetensors")
     size = _count(part["bytes"], f"size of {name}")
     blocks = _typed(part["blocks"], list, f"blocks of {name}")

@@ -81,6 +81,9 @@ class PartRecord:
     tensor_digests: Mapping[str, builtins.bytes] = field(default_factory=dict, compare=False, repr=False)
     """Of each tensor as it was written; known to the writer only."""
 
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.bytes, "digest": self.digest, "blocks": list(self.blocks)}
+
 
 @dataclass(frozen=True)
 class Place:

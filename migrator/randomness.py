@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+import xxhash
 
 
 class _Numpy:
@@ -54,6 +55,21 @@ def capture() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """States for a rank that has none in the ckpt: they follow from another rank's, and are not those."""
+    words = bytes(state["torch"].tolist()) + rank.to_bytes(4, "little")
+    seed = xxhash.xxh3_64(words).intdigest()
+    made: dict[str, Any] = {
+        "torch": torch.Generator().manual_seed(seed >> 1).get_state(),
+        "python": random.Random(seed).getstate(),
+    }
+    if "numpy" in state:
+        import numpy
+
+        made["numpy"] = dict(numpy.random.RandomState(seed % (1 << 32)).get_state(legacy=False))
+    return made
 
 
 def restore(state: dict[str, Any]) -> None:

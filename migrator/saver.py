@@ -28,9 +28,9 @@ from migrator.settings import Every, Settings
 from migrator.signal_file import SignalFile
 from migrator.watcher import News
 
-_TICK_S = 0.05
+TICK_S = 0.05
 _RETRY_S = 0.25
-_FAILED_AGAIN_S = 60.0
+FAILED_AGAIN_S = 60.0
 """A periodic save that failed is tried again after so long, or after its own interval if that is shorter."""
 _UNCLEAN_LIMIT = 2
 """An object seen changing outside a step so often is saved at safe points only from then on."""
@@ -98,11 +98,14 @@ class Saver(threading.Thread):
         """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
         steps = self._settings.every.steps
         if steps is not None and (step + 1) % steps == 0:
-            with self._cond:
-                self._is_periodic_due = True
-                self._least_step = step + 1
-                self._shop.gate.announce()
-                self._cond.notify_all()
+            self._be_ready_for(step + 1)
+
+    def _be_ready_for(self, step: int) -> None:
+        with self._cond:
+            self._is_periodic_due = True
+            self._least_step = step
+            self._shop.gate.announce()
+            self._cond.notify_all()
 
     def tell(self, news: News) -> None:
         """The pod must leave. Later news only bring a request that wants its answer too."""
@@ -112,12 +115,18 @@ class Saver(threading.Thread):
             if self._has_ended:
                 return  # the script is over, and so is saving
             is_first = self._leaving.begin(news)
+        self._leaving.pod_is_dying |= news.is_local
+        self._leaving.is_terminated |= news.source == "SIGTERM"
+        self._pass_on(news)
         if not is_first:
             self._answer_again()
             return
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
         with self._cond:
             self._cond.notify_all()
+
+    def _pass_on(self, news: News) -> None:
+        """To others, for those who save with them."""
 
     def close(self, timeout_s: float) -> None:
         """Finish what is under way, then stop. May be called twice."""
@@ -134,7 +143,7 @@ class Saver(threading.Thread):
             with self._cond:
                 while not (self._leaving.news or self._is_closed or self._wanted()):
                     self._cond.wait(self._sleep_s())
-                if self._is_closed and not self._leaving.news and not self._tickets:
+                if self._is_closed and not self._leaving.news and not self._is_asked():
                     self._has_ended = True
                     return
             if self._leaving.news is not None:
@@ -159,6 +168,10 @@ class Saver(threading.Thread):
             sys.setswitchinterval(interval_s)
             self.is_busy = False
 
+    def _is_asked(self) -> bool:
+        """Somebody waits for a save."""
+        return bool(self._tickets)
+
     def _wanted(self) -> bool:
         due = self._next_s is not None and time.monotonic() >= self._next_s
         return bool(self._tickets) or self._is_periodic_due or (due and self._has_trained())
@@ -169,7 +182,7 @@ class Saver(threading.Thread):
     def _sleep_s(self) -> float | None:
         if self._next_s is None:
             return None
-        return max(_TICK_S, self._next_s - time.monotonic()) if self._has_trained() else 1.0
+        return max(TICK_S, self._next_s - time.monotonic()) if self._has_trained() else 1.0
 
     def _interval_end(self) -> float | None:
         seconds = self._settings.every.seconds
@@ -195,7 +208,7 @@ class Saver(threading.Thread):
             self._aside.free()
         self._next_s = self._interval_end()
         if error is not None and self._settings.every != Every():
-            again_s = time.monotonic() + _FAILED_AGAIN_S
+            again_s = time.monotonic() + FAILED_AGAIN_S
             self._next_s = again_s if self._next_s is None else min(self._next_s, again_s)
         for ticket in tickets:
             ticket.saved, ticket.error = saved, error
@@ -215,7 +228,7 @@ class Saver(threading.Thread):
         while True:
             # Whoever asks may be the main thread, which then makes no further step.
             waits = why is Why.PERIODIC and not self._tickets
-            capture = gate.take(_TICK_S, least_step=self._least_step if waits else 0)
+            capture = gate.take(TICK_S, least_step=self._least_step if waits else 0)
             if capture is None:
                 self._stop_waiting(why)
                 continue
@@ -326,14 +339,18 @@ class Saver(threading.Thread):
         self._mark(is_leaving=True)
         outcome = self._last_save()
         self._answer(outcome)
-        self._mark(is_leaving=False)
+        self._mark(is_leaving=False, is_safe=outcome.is_safe)
         if outcome.is_safe:
             self._retire()
         for ticket in tickets:
             ticket.saved = self.newest if outcome.is_safe else None
             ticket.error = None if ticket.saved else SaveFailed(outcome.why)
             ticket.done.set()
+        self._stay()
         return outcome
+
+    def _stay(self) -> None:
+        """After the answer: for those whose leaving too early would hurt somebody else."""
 
     def _last_save(self) -> Outcome:
         if not self._has_trained():
@@ -354,8 +371,8 @@ class Saver(threading.Thread):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 4.0)
 
-    def _mark(self, *, is_leaving: bool) -> None:
-        """Tell a life that starts meanwhile that a ckpt is coming."""
+    def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
+        """Tell a life that starts meanwhile that a ckpt is coming, or that it need not wait any more."""
         try:
             number = self._shop.generation.number
             if is_leaving:
@@ -384,11 +401,20 @@ class Saver(threading.Thread):
             since_signal_s=took_s,
             why=outcome.why,
         )
-        self._write_answer(outcome, took_s)
+        if self._speaks() or self._nobody_answers():
+            self._write_answer(outcome, took_s)
+
+    def _speaks(self) -> bool:
+        """This process is the one that answers the hook."""
+        return True
+
+    def _nobody_answers(self) -> bool:
+        """Nor does another process that should have."""
+        return False
 
     def _answer_again(self) -> None:
         """A request that comes while there is no outcome yet is answered with the others; one after it, now."""
-        if self._leaving.outcome is not None:
+        if self._leaving.outcome is not None and self._speaks():
             # SIGTERM again asks nothing, and ours to the main thread comes this way: the answer must stay.
             self._write_answer(self._leaving.outcome, 0.0, only_if_asked=True)
 

@@ -19,11 +19,13 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 from migrator import environment, tree
@@ -33,13 +35,18 @@ from migrator.events import log
 from migrator.gate import Gate
 from migrator.kinds import LayoutChanged
 from migrator.lineage import Generation, whole
-from migrator.manifest import NAME, Manifest, ckpt_name
-from migrator.parts import digest_of, write_part
+from migrator.manifest import NAME, Manifest, ckpt_name, own_name, part_name
+from migrator.parts import PartRecord, digest_of, write_part
 from migrator.registry import Registry
+from migrator.sharing import Exchange, Gathering, OnStorage, Plan, RankRecord
 from migrator.storage import LocalStorage
 
 INLINE_BYTES = 256
 """A tensor up to this size stays in the manifest, unless it belongs to a module."""
+OWN_INLINE_BYTES = 64 << 10
+"""With several ranks, what is a rank's own and not larger needs no file of its own."""
+OWN_BUFFER_BYTES = 1 << 20
+"""A module's buffer above this size is taken to be the same on all ranks, as parameters are."""
 SMALL_BYTES = 64 << 20
 """State up to this size is copied aside at once if the loop is to go on: that takes a millisecond or two."""
 _ROOM_LEFT = 256 << 20
@@ -78,6 +85,14 @@ class Workshop:
     registry: Registry
     capturer: Capturer
     gate: Gate
+    rank: int = 0
+    size: int = 1
+    exchange: Exchange | None = None
+    """How ranks tell each other what they wrote; on storage if nothing else is said."""
+    writes: bool = True
+    """This rank sees the root; else it only hands its own state to those that do."""
+    tries: Counter[str] = field(default_factory=Counter)
+    """How often this process has written into each ckpt."""
 
 
 class Aside:
@@ -118,7 +133,11 @@ def room_for(tensor: Tensor) -> int:
 
 
 class Attempt:
-    """Writes one capture. Runs on the saving thread, with the gate shut by `Gate.take`."""
+    """Writes one capture. Runs on the saving thread, with the gate shut by `Gate.take`.
+
+    `share` writes what is this rank's to write, `help` what another one has not written, `commit` makes the
+    ckpt exist. Each raises `Unclean`, `GivenUp` or `StorageError` if it cannot; then nothing was committed.
+    """
 
     def __init__(
         self,
@@ -128,53 +147,156 @@ class Attempt:
         aside: Aside,
         may_open: bool,
         on_block: Callable[[int, int], None],
+        members: tuple[int, ...] = (0,),
     ) -> None:
         self._shop = shop
         self._capture = capture
         self._aside = aside
         self._may_open = may_open
         self._on_block = on_block
+        self._members = members
         self._tensors: dict[str, Tensor] = {}
         self._live: set[str] = set()
+        self._same: dict[str, list[str]] = {}
+        """Of each object the tensors that all ranks hold alike."""
         self._is_apart = False
         """Nothing is read from live memory any more; the gate is open."""
         self._stood_still = False
         """The loop stood at the gate or in the safe point while its state was copied aside."""
         self._has_stalled = False
+        self._start_s = time.monotonic()
+        self._plan: Plan | None = None
+        self._gathering: Gathering | None = None
+        self._exchange = shop.exchange or OnStorage(shop.storage)
+        self.name = ckpt_name(shop.generation.number, capture.step)
 
     def run(self) -> Saved:
-        """Write, prove, commit. Raises `Unclean`, `GivenUp` or `StorageError`; then nothing was committed."""
-        start_s = time.monotonic()
-        name = ckpt_name(self._shop.generation.number, self._capture.step)
-        standing = self._found_committed(name)
+        """All of it, for a job of one process."""
+        standing = self.standing()
         if standing is not None:
-            return Saved(name, self._capture.step, standing.bytes, time.monotonic() - start_s)
-        objects, extra = self._objects()
+            return standing
+        self.share()
+        return self.commit()
+
+    def standing(self) -> Saved | None:
+        """The ckpt of this very step, if there is one."""
+        if not self._shop.writes:
+            return None
+        found = self._found_committed(self.name)
+        return None if found is None else self._saved(found.bytes)
+
+    def share(self) -> None:
+        """Write this rank's share of what all have, and what is its own, and say so."""
+        objects, extra, own = self._encoded()
         self._check_marks()
+        plan = self._plan = self._planned()
+        same = self._digests_of_same()
+        share = plan.share_of(self._shop.rank)
+        if self._shop.size > 1 and self._may_open:
+            # Only what is this rank's to write is read from now on.
+            self._live &= set(plan.shares[share]) if share is not None else set()
         if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES:
             self._step_apart(is_written=False)
-        part = write_part(
-            self._shop.storage,
-            f"{name}/part-00000-of-00001.safetensors",
-            {key: self._reader(key) for key in self._tensors},
-            after_block=self._after_block,
-        )
-        log("part_written", ckpt=name, bytes=part.bytes)
-        self._prove(part.tensor_digests)
-        manifest = Manifest(
+        mine = RankRecord(self._shop.rank, plan.at, plan.digest, same, objects, extra)
+        if self._shop.size == 1:
+            # One file for all: nobody else writes.
+            mine = replace(mine, shares={0: self._write(part_name(0, 1), list(self._tensors))})
+        elif self._shop.writes:
+            self._shop.tries[self.name] += 1
+            if share is not None:
+                mine = replace(mine, shares={share: self._write_share(plan, share)})
+            if own:
+                name = own_name(self._shop.rank, self._shop.tries[self.name])
+                mine = replace(mine, own=self._write(name, own))
+        if self._shop.size > 1:
+            self._prove({})
+        self._gathering = Gathering(self._exchange, self.name, plan, mine)
+        self._tell()
+
+    def help(self) -> int | None:
+        """Write the next share that nobody has written; its number, None if there is none."""
+        gathering, plan = self._gathered
+        missing = gathering.missing()
+        if not missing:
+            return None
+        part = self._write_share(plan, missing[0])
+        gathering.add(replace(gathering.mine, shares={**gathering.mine.shares, missing[0]: part}))
+        self._tell()
+        return missing[0]
+
+    def _tell(self) -> None:
+        gathering, _ = self._gathered
+        if self._shop.size > 1:
+            self._exchange.put(self.name, self._shop.rank, gathering.mine.to_bytes())
+
+    @property
+    def _gathered(self) -> tuple[Gathering, Plan]:
+        assert self._gathering is not None
+        assert self._plan is not None
+        return self._gathering, self._plan
+
+    def look(self) -> Gathering:
+        """What the ranks have written so far."""
+        gathering, _ = self._gathered
+        gathering.look(self._shop.size)
+        return gathering
+
+    def is_committed(self) -> bool:
+        return self._exchange.is_committed(self.name)
+
+    def commit(self) -> Saved:
+        """Make it exist. All shares have to be there."""
+        gathering, _ = self._gathered
+        manifest = gathering.manifest(
             generation=self._shop.generation.number,
-            step=self._capture.step,
             job=self._shop.job,
-            ranks=1,
-            parts=(part,),
-            objects=objects,
-            extra=extra,
+            ranks=self._shop.size,
             written=_written(),
         )
         self._commit(manifest)
-        took_s = time.monotonic() - start_s
-        log("committed", ckpt=name, step=self._capture.step, ranks=1, bytes=part.bytes, took_s=took_s)
-        return Saved(name, self._capture.step, part.bytes, took_s)
+        saved = self._saved(manifest.bytes)
+        log(
+            "committed",
+            ckpt=self.name,
+            step=saved.step,
+            ranks=self._shop.size,
+            bytes=saved.size,
+            took_s=saved.took_s,
+        )
+        return saved
+
+    def _saved(self, size: int) -> Saved:
+        return Saved(self.name, self._capture.step, size, time.monotonic() - self._start_s)
+
+    def _planned(self) -> Plan:
+        sizes = {key: self._tensors[key].nbytes for keys in self._same.values() for key in keys}
+        return Plan.of(self._capture.at, self._members, sizes)
+
+    def _digests_of_same(self) -> dict[str, str]:
+        """Ranks put their shares together only if they hold the same."""
+        if self._shop.size == 1:
+            return {}
+        found = {}
+        for name, keys in self._same.items():
+            digests = [(key, (_cpu_digest(self._tensors[key]) or b"").hex()) for key in sorted(keys)]
+            found[name] = xxhash.xxh3_128(repr(digests).encode()).hexdigest()
+        return found
+
+    def _write_share(self, plan: Plan, share: int) -> PartRecord:
+        tries = self._shop.tries[self.name]
+        name = part_name(share, len(plan.shares), rank=self._shop.rank, attempt=tries)
+        return self._write(name, plan.shares[share])
+
+    def _write(self, name: str, keys: Iterable[str]) -> PartRecord:
+        part = write_part(
+            self._shop.storage,
+            f"{self.name}/{name}",
+            {key: self._reader(key) for key in keys},
+            after_block=self._after_block,
+        )
+        log("part_written", ckpt=self.name, bytes=part.bytes)
+        self._prove(part.tensor_digests)
+        return part
 
     def _commit(self, manifest: Manifest) -> None:
         data = manifest.to_bytes()
@@ -195,10 +317,22 @@ class Attempt:
         log("joined", ckpt=name, step=found.step)
         return found
 
-    def _objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The trees of everything registered; large tensors go to the part."""
+    def _encoded(self) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        """The trees of everything registered, those of everything else, and which tensors are this rank's own."""
+        objects, extra = self._objects(own_inline=False)
+        same = {key for keys in self._same.values() for key in keys}
+        own = [key for key in self._tensors if key not in same]
+        size = sum(self._tensors[key].nbytes for key in own)
+        if self._shop.size > 1 and (size <= OWN_INLINE_BYTES or not self._shop.writes):
+            objects, extra = self._objects(own_inline=True)
+            own = []
+        return objects, extra, own
+
+    def _objects(self, *, own_inline: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The trees; large tensors go to parts."""
+        self._tensors, self._live, self._same = {}, set(), {}
         objects = {}
-        known: dict[tuple[Any, ...], str] = {}
+        known: dict[tuple[Any, ...], str | None] = {}
         for name, kind in self._shop.registry:
             try:
                 value = kind.frozen(self._capture.values[name])
@@ -210,16 +344,21 @@ class Attempt:
             # though the marks find the right ones back in place a moment later.
             if any(tensor.data_ptr() not in marked for tensor in kind.standing(value)):
                 raise Unclean([name])
-            put = self._putter(name, kind.kind, marked, known)
+            put = self._putter(name, kind.kind, marked, known, own_inline)
             objects[name] = {"kind": kind.kind, "tree": tree.encode(value, put=put, path=name)}
-        extra = {
-            key: tree.encode(value, put=self._putter(key, "", frozenset(), known), path=key)
-            for key, value in (("random", {"0": self._capture.random}), ("loop", self._capture.loop))
-        }
+        extra = {}
+        for key, value in (("random", self._capture.random), ("loop", self._capture.loop)):
+            put = self._putter(key, "", frozenset(), known, own_inline)
+            extra[key] = tree.encode(value, put=put, path=key)
         return objects, extra
 
     def _putter(
-        self, name: str, kind: str, marked: frozenset[int], known: dict[tuple[Any, ...], str]
+        self,
+        name: str,
+        kind: str,
+        marked: frozenset[int],
+        known: dict[tuple[Any, ...], str | None],
+        own_inline: bool,
     ) -> Callable[[Tensor, str], str | None]:
         def put(tensor: Tensor, path: str) -> str | None:
             if tensor.nbytes <= INLINE_BYTES and kind != "module":
@@ -229,14 +368,22 @@ class Attempt:
             same = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *kind_of)
             if tensor.data_ptr() and same in known:
                 return known[same]
+            is_live = tensor.data_ptr() in marked
+            is_own = not (is_live or (kind == "module" and tensor.nbytes > OWN_BUFFER_BYTES))
+            if is_own and own_inline:
+                return None
             stored = _stored_name(name, path)
+            if is_own and self._shop.rank:
+                stored = f"!{self._shop.rank}/{stored}"
             while stored in self._tensors:
                 stored += "'"
             # A second handle: the script may exchange `.data` while this one is being written.
             self._tensors[stored] = tensor.detach()
             known[same] = stored
-            if tensor.data_ptr() in marked:
+            if is_live:
                 self._live.add(stored)
+            if not is_own:
+                self._same.setdefault(name, []).append(stored)
             return stored
 
         return put
@@ -281,7 +428,7 @@ class Attempt:
         """What was written is what is in memory now, and that is what the safe point had."""
         if not self._is_apart:
             self._check_marks()
-        self._check_equal({key: self._tensors[key] for key in self._live}, digests)
+        self._check_equal({key: self._tensors[key] for key in self._live & digests.keys()}, digests)
         if not self._is_apart:
             self._check_marks()
         changed = self._shop.gate.found_changed(self._capture)

@@ -13,11 +13,16 @@ nothing else; after the commit it raises `Migrated`.
 
 Old handlers are kept, called and put back. Forked children get none of this:
 their SIGTERM is not our news.
+
+A rank that multiprocessing started hears of its parent's end by SIGINT (torch's
+`mp.spawn` asks the kernel for it). With the parent gone that is the same news;
+while the parent lives SIGINT stays what it was.
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -50,12 +55,19 @@ class Sigterm:
         self._previous: Any = None
         self._passed_on_to: tuple[int, tuple[int, int]] | None = None
         self._main: int | None = None
+        self._interrupt_handler = self._handle_interrupt
+        self._previous_interrupt: Any = None
+        self._parent: int | None = None
+        """Who started this process by multiprocessing."""
 
     def install(self) -> None:
         """Main thread only."""
         global _at_fork_is_set
         self._main = threading.get_ident()
         self._previous = signal.signal(signal.SIGTERM, self._handler)
+        if multiprocessing.parent_process() is not None:
+            self._parent = os.getppid()
+            self._previous_interrupt = signal.signal(signal.SIGINT, self._interrupt_handler)
         self._remember(signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False))
         _installed.add(self)
         if not _at_fork_is_set:
@@ -75,13 +87,17 @@ class Sigterm:
         self._passed_on_to = None if fd < 0 else (fd, _identity(fd))
 
     def drain(self) -> bool:
-        """Read what arrived; True if SIGTERM is in it. Other signals are somebody else's."""
+        """Read what arrived; True if this process must end by it. Other signals are somebody else's."""
         try:
             data = os.read(self.read_fd, 4096)
         except BlockingIOError:
             return False
         self._pass_on(data)
-        return signal.SIGTERM in data
+        return signal.SIGTERM in data or (signal.SIGINT in data and self._is_orphan())
+
+    def _is_orphan(self) -> bool:
+        """Multiprocessing started this process, and its parent has ended."""
+        return self._parent is not None and os.getppid() != self._parent
 
     def _pass_on(self, data: bytes) -> None:
         # The former owner of the wakeup fd goes on hearing, as long as the fd is still that very pipe.
@@ -109,6 +125,12 @@ class Sigterm:
             pass  # the pipe is full: of news
         self._call_previous(number, frame)
 
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_orphan():
+            self._handle(signal.SIGTERM, frame)
+        elif callable(self._previous_interrupt):
+            self._previous_interrupt(number, frame)
+
     def _call_previous(self, number: int, frame: FrameType | None) -> None:
         if not callable(self._previous):
             return
@@ -130,6 +152,7 @@ class Sigterm:
             # The interpreter puts Python handlers back to the default while it ends, and a SIGTERM that
             # comes then would turn a finished run into a killed one. It leaves an ignored signal alone.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._put_interrupt_back()
             fd = signal.set_wakeup_fd(-1)
             if fd != self._write_fd:
                 signal.set_wakeup_fd(fd)
@@ -142,6 +165,11 @@ class Sigterm:
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+        self._put_interrupt_back()
+
+    def _put_interrupt_back(self) -> None:
+        if self._parent is not None and signal.getsignal(signal.SIGINT) is self._interrupt_handler:
+            signal.signal(signal.SIGINT, self._previous_interrupt)
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -35,6 +35,8 @@ class News:
     """On the monotonic clock: SIGKILL comes then."""
     grace_s: float
     """From the news to the deadline."""
+    is_local: bool = True
+    """It came to this pod; else a peer is leaving, and this rank only with it."""
 
 
 class Watcher(threading.Thread):

@@ -30,13 +30,15 @@ FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_po
 
 LAYERS = [
     {"errors", "events", "environment"},
-    {"settings", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress", "hooks"},
-    {"sampler", "storage", "kinds", "canary", "watcher"},
+    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress"},
+    {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks"},
     {"parts", "registry", "leaving", "loop", "hooks.__main__"},
     {"manifest", "capture", "legacy"},
-    {"lineage", "gate"},
+    {"lineage", "gate", "sharing"},
     {"retention", "loading", "saving"},
-    {"saver"},
+    {"saver", "together"},
+    {"joint"},
+    {"team"},
     {"life"},
     {"instance"},
 ]

@@ -1,0 +1,298 @@
+"""The saving thread of one of several ranks.
+
+As `saver`, but nothing is saved by one rank alone: saves are ordered ahead, for
+one safe point on all ranks, and the last one is agreed on. Of the ranks in a pod
+one answers the hook; and a rank stays, after the answer, where its leaving would
+hurt others or bring it back to life.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+from migrator import environment, signal_file
+from migrator.agreement import Line, Point
+from migrator.capture import Capture
+from migrator.errors import MigratorError, SaveFailed, StorageError
+from migrator.events import log
+from migrator.leaving import Leaving, Outcome
+from migrator.ranks import Ranks
+from migrator.saver import FAILED_AGAIN_S, TICK_S, Saver, Ticket
+from migrator.saving import Attempt, GivenUp, Saved, Workshop, failed_text
+from migrator.settings import Every, Settings
+from migrator.signal_file import SignalFile
+from migrator.together import Missed, NothingToSave, Together, info_of
+from migrator.watcher import News
+
+_AHEAD_S = 0.4
+"""A save that all ranks make is told so long before, in steps."""
+_MISSES = 5
+"""A periodic save that a rank missed is ordered again at once, so often."""
+_OTHERS_S = 2.0
+"""Rank 0, if it serves the job's store, leaves so long after the others at most."""
+_AGENT_MARGIN_S = 1.0
+_SPEAKER_S = 1.0
+"""So long a rank lets each lower rank of its pod answer the hook."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What this rank's surroundings mean for the way it leaves."""
+
+    position: int = 0
+    """How many ranks of this pod are lower: the lowest answers the hook."""
+    lower_pids: tuple[int, ...] = ()
+    serves_store: bool = False
+    """The job's store lives in this process."""
+    has_agent: bool = False
+    """Something (torchrun) starts ranks again that leave."""
+
+
+class JointSaver(Saver):
+    """One rank's."""
+
+    def __init__(
+        self, shop: Workshop, settings: Settings, leaving: Leaving, file: SignalFile, *, ranks: Ranks, pod: Pod
+    ) -> None:
+        super().__init__(shop, settings, leaving, file)
+        self._ranks = ranks
+        self._pod = pod
+        self._together = Together(shop, ranks, leaving, self._attempt_of_all)
+        self._together.note_unclean = self._note_unclean
+        self._targets: set[Point] = set()
+        """Safe points that all ranks save without leaving."""
+        self._asked: list[tuple[Point | None, Ticket]] = []
+        self._misses = 0
+        self._pace = (time.monotonic(), 0)
+        ranks.on_lines = self._read_board
+
+    # What others ask of it.
+
+    def ask(self) -> Ticket:
+        """Have all ranks save the safe point this one is at, or about to reach."""
+        ticket, target = Ticket(), self._shop.gate.reach
+        if target is None or self._is_closed or self._leaving.news is not None:
+            ticket.error = SaveFailed("the process is leaving: no further save is made")
+            ticket.done.set()
+        elif self.newest is not None and self.newest.step == target[0]:
+            ticket.saved = self.newest
+            ticket.done.set()
+        else:
+            with self._cond:
+                self._asked.append((target, ticket))
+            self._order(target)
+        return ticket
+
+    def _is_asked(self) -> bool:
+        return bool(self._asked)
+
+    def _be_ready_for(self, step: int) -> None:
+        self._hear_order((step, 0))  # every rank counts the steps by itself
+
+    def _pass_on(self, news: News) -> None:
+        if news.is_local:
+            left_s = round(news.deadline_s - time.monotonic(), 3)
+            self._ranks.hurry()
+            self._ranks.post(Line("news", self._ranks.rank, info=json.dumps({"grace_left_s": left_s})), timeout_s=0)
+
+    def _read_board(self, lines: list[Line]) -> None:
+        """The ranks' thread: what others have to say."""
+        for line in lines:
+            if line.what == "news" and line.rank != self._ranks.rank:
+                left_s = float(info_of(line).get("grace_left_s", self._settings.grace_s))
+                self.tell(News(f"rank {line.rank}", time.monotonic() + left_s, left_s, is_local=False))
+            elif line.what == "order" and line.rank != self._ranks.rank and line.point is not None:
+                self._hear_order(line.point)
+            elif line.what == "missed":
+                with self._cond:
+                    self._cond.notify_all()
+
+    def _order(self, target: Point) -> None:
+        """Have all ranks save this safe point."""
+        self._ranks.hurry()
+        self._ranks.post(Line("order", self._ranks.rank, point=target), timeout_s=0)
+        self._hear_order(target)
+
+    def _hear_order(self, target: Point) -> None:
+        gate = self._shop.gate
+        with self._cond:
+            reach = gate.reach
+            if self.newest is not None and self.newest.step == target[0]:
+                return
+            if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
+                self._together.miss(target, "it has gone on already" if reach is not None else "its script has ended")
+                return
+            self._targets.add(target)
+            gate.announce()
+            gate.hold(min(self._targets))
+            self._cond.notify_all()
+
+    # Going on.
+
+    def _wanted(self) -> bool:
+        # The time is told by rank 0: no two clocks are the same.
+        due = self._next_s is not None and time.monotonic() >= self._next_s and self._ranks.rank == 0
+        return bool(self._targets) or (due and self._has_trained())
+
+    def _save_and_go_on(self) -> None:
+        target = min(self._targets, default=None)
+        if target is None:
+            self._order_ahead()
+            return
+        saved, error = self._save_with_others(target)
+        with self._cond:
+            self._targets.discard(target)
+            answered = [ticket for point, ticket in self._asked if point == target]
+            self._asked = [(point, ticket) for point, ticket in self._asked if point != target]
+            if self._leaving.news is None:
+                self._shop.gate.hold(min(self._targets, default=None))
+                self._shop.gate.settle(keep_due=bool(self._targets))
+                if not self._targets:
+                    self._ranks.relax()
+        self._answer_tickets(answered, saved, error)
+        self._pace = (time.monotonic(), self._shop.gate.at[0])
+
+    def _answer_tickets(self, tickets: list[Ticket], saved: Saved | None, error: Exception | None) -> None:
+        for ticket in tickets:
+            ticket.saved, ticket.error = saved, error
+            ticket.done.set()
+
+    def _order_ahead(self) -> None:
+        """A periodic save is due: at a step that no rank has reached when it hears of it."""
+        since_s, step = self._pace
+        now_step = self._shop.gate.at[0]
+        per_s = (now_step - step) / max(0.001, time.monotonic() - since_s)
+        self._next_s = self._interval_end()
+        self._order((now_step + max(2, math.ceil(per_s * _AHEAD_S)), 0))
+
+    def _save_with_others(self, target: Point) -> tuple[Saved | None, Exception | None]:
+        try:
+            self._aside.prepare(self._live_bytes())
+            saved = self._together.go_on(target, self._take_exactly(target))
+            self.newest, self._misses = saved, 0
+            self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            self._retire()
+            return saved, None
+        except GivenUp:
+            return None, SaveFailed("the save was given up: the pod is leaving and the newest step is saved instead")
+        except Missed as missed:
+            self._misses += 1
+            if self._misses <= _MISSES and self._ranks.rank == 0:
+                log("save_retry", level=logging.INFO, why=missed, after_s=0.0)
+                if not self._shop.gate.is_closed:
+                    self._order_ahead()
+            return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}")
+        except Exception as failure:  # a periodic save never ends training
+            log("save_failed", level=logging.ERROR, why=failed_text(failure), before=self._name_of_newest())
+            if self._settings.every != Every():
+                self._next_s = time.monotonic() + FAILED_AGAIN_S
+            return None, failure
+        finally:
+            self._aside.free()
+
+    def _take_exactly(self, target: Point) -> Capture:
+        gate = self._shop.gate
+        while True:
+            capture = gate.take(TICK_S, exact=target)
+            if capture is not None:
+                with self._cond:
+                    # The next one may be due before this one is committed.
+                    self._targets.discard(target)
+                    gate.hold(min(self._targets, default=None))
+                return capture
+            if self._leaving.news is not None:
+                raise GivenUp
+            why = self._together.missed(target)
+            if why is None and gate.is_at(target) and gate.is_spoiled:
+                why = "it changed since"
+            elif why is None and gate.at > target:
+                why = "it has gone on already"
+            elif why is None and gate.is_closed and not gate.is_at(target):
+                why = "its script has ended"
+            if why is not None:
+                self._together.miss(target, why)
+                raise Missed(why)
+
+    def _attempt_of_all(self, capture: Capture, is_leaving: bool, members: tuple[int, ...]) -> Attempt:
+        def on_block(done: int, total: int) -> None:
+            self._leaving.advanced_s = time.monotonic()
+            if not is_leaving and self._leaving.news is not None:
+                self._weigh(done, total, capture.step)
+
+        return Attempt(
+            self._shop, capture, aside=self._aside, may_open=not is_leaving, on_block=on_block, members=members
+        )
+
+    def _last_save(self) -> Outcome:
+        try:
+            saved = self._together.leave()
+        except NothingToSave:
+            return self.explain_nothing()
+        except Exception as error:  # whatever it is, the hook must hear of it
+            why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
+            before = self._name_of_newest()
+            log("save_failed", level=logging.ERROR, why=why, before=before)
+            return Outcome(False, f"{why} (the ckpt before is untouched: {before})")
+        self.newest = saved
+        return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
+
+    def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
+        if not (self._shop.writes and (self._leaving.pod_is_dying or self._shop.rank == 0)):
+            return
+        if is_leaving or is_safe:  # if it is not safe here, it may still become so elsewhere
+            super()._mark(is_leaving=is_leaving)
+
+    def _retire(self) -> None:
+        if self.newest is not None and self._together.committed == self.newest.ckpt:
+            super()._retire()
+
+    def _save_and_leave(self) -> Outcome:
+        outcome = super()._save_and_leave()
+        with self._cond:
+            asked, self._asked = self._asked, []
+        error = None if outcome.is_safe else SaveFailed(outcome.why)
+        self._answer_tickets([ticket for _, ticket in asked], self.newest if outcome.is_safe else None, error)
+        return outcome
+
+    # Answering, and staying where that is better.
+
+    def _speaks(self) -> bool:
+        return self._pod.position == 0
+
+    def _nobody_answers(self) -> bool:
+        """One rank of a pod answers, the lowest that can."""
+        end_s = time.monotonic() + _SPEAKER_S * self._pod.position
+        while True:
+            try:
+                asked = self._file.read()
+            except MigratorError:
+                return False
+            if asked is None or asked.word != signal_file.SAVE:
+                return False
+            if time.monotonic() > end_s or not any(map(environment.is_alive, self._pod.lower_pids)):
+                return True
+            time.sleep(TICK_S / 2)
+
+    def _stay(self) -> None:
+        """After the answer: leaving too early would hurt somebody else."""
+        ranks, leaving = self._ranks, self._leaving
+        assert leaving.news is not None
+        ranks.post(Line("out", ranks.rank), timeout_s=0.2)
+        if self._pod.serves_store:
+            # Who has not heard of the decision yet finds it in the store, which ends with this process.
+            end_s = min(time.monotonic() + _OTHERS_S, leaving.news.deadline_s)
+            while time.monotonic() < end_s and not ranks.is_lost:
+                gone = ranks.board.out() | {line.rank for line in ranks.lines("out")} | {ranks.rank}
+                if not any(map(ranks.is_alive_there, set(range(ranks.size)) - gone)):
+                    break
+                ranks.wait(TICK_S)
+        # The store may end before this process does; torch would print a page about that.
+        ranks.close()
+        if self._pod.has_agent and leaving.pod_is_dying:
+            # An agent would start a rank that leaves by itself again, inside the dying pod.
+            while not leaving.is_terminated and time.monotonic() < leaving.news.deadline_s - _AGENT_MARGIN_S:
+                time.sleep(0.01)

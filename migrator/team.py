@@ -1,0 +1,270 @@
+"""How the ranks of a job meet, and what they do together outside of a save.
+
+Rank 0 claims the generation and finds the ckpts; the others hear of it through
+the board. What could go wrong later in silence is compared now: what is
+registered, and whether all ranks see the same root. On a root that they do not
+share rank 0 writes and reads for all.
+
+Loading is agreed as well: a ckpt counts as loaded when every rank has verified
+every byte of it; one that a single rank cannot use is used by none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from migrator import environment, lineage, loading
+from migrator.agreement import Line
+from migrator.errors import CkptCorrupt, CkptMismatch, MigratorError, RanksError, RegistrationError, StorageError
+from migrator.events import log
+from migrator.joint import Pod
+from migrator.lineage import Generation
+from migrator.manifest import LIMIT, NAME, Manifest
+from migrator.ranks import Ranks, here
+from migrator.registry import Registry
+from migrator.saving import Workshop
+from migrator.settings import Settings
+from migrator.storage import LocalStorage
+from migrator.together import ThroughStore
+
+BYE_S = 2.0
+"""Rank 0, if it serves the job's store, ends so long after the others at most."""
+LOAD_S = 1800.0
+"""A rank that has loaded waits so long for the others to have done so too."""
+_SEE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What rank 0 found, for all."""
+
+    generation: Generation
+    ckpts: tuple[str, ...]
+    every: str
+
+    def to_json(self) -> dict[str, Any]:
+        generation = {**asdict(self.generation), "proven": sorted(self.generation.proven), "differs": {}}
+        return {"generation": generation, "ckpts": self.ckpts, "every": self.every}
+
+    @staticmethod
+    def of(found: dict[str, Any]) -> Welcome:
+        got = found["generation"]
+        generation = Generation(got["number"], got["continues"], tuple(got["lineage"]), frozenset(got["proven"]))
+        return Welcome(generation, tuple(found["ckpts"]), found["every"])
+
+
+class Team:
+    """This rank among the others."""
+
+    welcome: Welcome
+    pod = Pod()
+
+    def __init__(self, ranks: Ranks, settings: Settings, registry: Registry, storage: LocalStorage) -> None:
+        self.ranks = ranks
+        self._settings = settings
+        self._registry = registry
+        self._storage = storage
+        self._is_shared = True
+        self._loads = 0
+        self.pids: list[int] = []
+        """The ranks in this pod."""
+        ranks.start()
+
+    # Beginning.
+
+    def meet(self, begin: Callable[[dict[str, Any]], Welcome]) -> None:
+        """All ranks come together; rank 0 begins the generation. Raises on all ranks what went wrong on one."""
+        try:
+            self._meet(begin)
+        except BaseException:
+            # The others are to hear the same before the store goes with this process.
+            self.say_bye()
+            self.close()
+            raise
+
+    def _meet(self, begin: Callable[[dict[str, Any]], Welcome]) -> None:
+        ranks = self.ranks
+        registered = {name: kind.kind for name, kind in self._registry}
+        ranks.tell("hello", {**here(self._settings.signal), "registered": registered})
+        hellos = ranks.gather("hello", "each rank has to call listening() once")
+        self._find_pod(hellos)
+        self._check_registered({rank: hello["registered"] for rank, hello in hellos.items()})
+        if ranks.rank == 0:
+            try:
+                self.welcome = begin({"ranks": ranks.size, "nonce": ranks.nonce})
+            except Exception as error:
+                ranks.tell("welcome", {"error": f"{type(error).__name__}: {error}"})
+                raise
+            ranks.tell("welcome", self.welcome.to_json())
+        else:
+            found = ranks.gather("welcome", "rank 0 begins the generation", of={0})[0]
+            if "error" in found:
+                raise RanksError(f"rank 0 could not begin: {found['error']}")
+            self.welcome = Welcome.of(found)
+        ranks.tell("sees", self._sees_root())
+        sees = ranks.gather("sees", "each rank looks whether it sees the root")
+        self._is_shared = all(sees.values())
+        if not self._is_shared and ranks.rank == 0:
+            blind = ",".join(str(rank) for rank, does in sees.items() if not does)
+            log(
+                "roots_apart",
+                level=logging.WARNING,
+                ranks=blind,
+                root=self._storage.root,
+                means="rank 0 writes and reads for all; should its pod be lost without notice, so are its ckpts. "
+                "Mount one volume for all pods, or set MIGRATOR_CKPT to one",
+            )
+
+    def _check_registered(self, registered: dict[int, dict[str, str]]) -> None:
+        lines = []
+        for rank, names in registered.items():
+            for name in sorted(names.keys() ^ registered[0].keys()):
+                lines.append(f"{name}: {'not ' if name in registered[0] else ''}registered on rank {rank}")
+            for name in names.keys() & registered[0].keys():
+                if names[name] != registered[0][name]:
+                    lines.append(f"{name}: a {names[name]} on rank {rank}, a {registered[0][name]} on rank 0")
+        if lines:
+            raise RegistrationError(
+                "listening(): the ranks have not registered the same; rank 0 is what they are compared with:\n  "
+                + "\n  ".join(lines)
+                + "\nRegister the same names on every rank, metrics that only one of them fills as well."
+            )
+
+    def _find_pod(self, hellos: dict[int, Any]) -> None:
+        mine = hellos[self.ranks.rank]
+        pod = {rank: hello["pid"] for rank, hello in hellos.items() if _pod(hello) == _pod(mine)}
+        lower = tuple(pid for rank, pid in pod.items() if rank < self.ranks.rank)
+        self.pids = list(pod.values())
+        has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.pod = Pod(len(lower), lower, self.ranks.rank == 0 and not agent_serves, has_agent)
+
+    def _sees_root(self) -> bool:
+        """Whether this rank finds the very record that rank 0 has just made, and can write beside it."""
+        if self.ranks.rank == 0:
+            return True
+        end_s = time.monotonic() + _SEE_S
+        while True:
+            try:
+                about = lineage.read_about(self._storage, self.welcome.generation.number)
+                if about.get("nonce") == self.ranks.nonce:
+                    self._storage.check()
+                    return True
+                if about:
+                    return False
+            except StorageError:
+                return False
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(0.05)
+
+    def workshop(self, shop: Workshop) -> Workshop:
+        """`shop` for one of several ranks."""
+        return replace(
+            shop,
+            rank=self.ranks.rank,
+            size=self.ranks.size,
+            exchange=None if self._is_shared else ThroughStore(self.ranks),
+            writes=self._is_shared or self.ranks.rank == 0,
+        )
+
+    def begin(self) -> None:
+        """Everybody listens from here on."""
+        log(
+            "ranks",
+            size=self.ranks.size,
+            pod=",".join(map(str, self.pids)),
+            root="shared" if self._is_shared else "rank 0's",
+        )
+        self.ranks.relax()
+        # What was said before anybody listened here.
+        self.ranks.on_lines(list(self.ranks.board.lines))
+
+    # Loading.
+
+    def load(self, name: str) -> loading.Loaded:
+        """Load this ckpt on all ranks, or raise on all of them."""
+        self._loads += 1
+        what, bad, fatal = f"load {self._loads} {name}", "", ""
+        loaded: loading.Loaded | None = None
+        error: Exception | None = None
+        try:
+            if self._is_shared:
+                loaded = loading.load(self._storage, name, self._registry, rank=self.ranks.rank, size=self.ranks.size)
+            else:
+                loaded = self._load_apart(name, what)
+        except CkptCorrupt as found:
+            error, bad = found, str(found)
+        except Exception as found:
+            error, fatal = found, f"{type(found).__name__}: {found}"
+        self.ranks.tell(what, {"bad": bad, "fatal": fatal})
+        votes = self.ranks.gather(what, "each rank has to call load_ckpt()", at_most_s=LOAD_S)
+        self.ranks.relax()
+        if fatal and error is not None:
+            raise error
+        for rank, vote in votes.items():
+            if vote["fatal"]:
+                raise CkptMismatch(f"rank {rank} could not load {name}: {vote['fatal']}")
+        for rank, vote in votes.items():
+            if vote["bad"]:
+                raise error or CkptCorrupt(f"rank {rank} found {vote['bad']}")
+        assert loaded is not None
+        return loaded
+
+    def _load_apart(self, name: str, what: str) -> loading.Loaded:
+        """Rank 0 reads; manifest and tensors reach the others through store and process group."""
+        from torch import distributed
+
+        ranks, key = self.ranks, f"migrator/{self.ranks.nonce}/{what}"
+        tensors: dict[str, Any] = {}
+        if ranks.rank == 0:
+            try:
+                manifest = lineage.whole(self._storage, name)
+                data = self._storage.get(f"{name}/{NAME}", limit=LIMIT)
+                tensors = loading.read(self._storage, manifest, {})
+            except MigratorError as error:
+                ranks.tell(f"{what} read", {"bad": str(error)})
+                raise
+            ranks.call(lambda store: store.set(key, data), timeout_s=LOAD_S)
+            ranks.tell(f"{what} read", {"tensors": loading.described(tensors)})
+        found = ranks.gather(f"{what} read", "rank 0 reads the ckpt", of={0}, at_most_s=LOAD_S)[0]
+        if "bad" in found:
+            raise CkptCorrupt(f"rank 0 found {found['bad']}")
+        if ranks.rank != 0:
+            manifest = Manifest.from_bytes(ranks.call(lambda store: store.get(key), timeout_s=LOAD_S))
+            tensors = loading.made(found["tensors"])
+        group = distributed.new_group(backend="gloo")
+        for tensor in tensors.values():
+            distributed.broadcast(loading.as_bytes(tensor), src=0, group=group)
+        distributed.destroy_process_group(group)
+        fit = loading.Fit(manifest, self._registry, rank=ranks.rank, size=ranks.size)
+        return fit.restore(tensors)
+
+    # Ending.
+
+    def say_bye(self) -> None:
+        """The script has ended; nobody has to wait for this rank."""
+        self.ranks.post(Line("bye", self.ranks.rank), timeout_s=0.5)
+        end_s = time.monotonic() + BYE_S
+        while self.pod.serves_store and not self.ranks.is_lost and time.monotonic() < end_s:
+            if len({line.rank for line in self.ranks.lines("bye")}) == self.ranks.size:
+                return
+            self.ranks.wait(0.02)
+
+    def is_last_of_pod(self) -> bool:
+        """No other rank of this pod needs the signal file any more."""
+        others = [pid for pid in self.pids if pid != os.getpid()]
+        said = {line.rank for line in self.ranks.lines("bye")}
+        return len(said) == self.ranks.size or not any(map(environment.is_alive, others))
+
+    def close(self) -> None:
+        self.ranks.close()
+
+
+def _pod(hello: dict[str, Any]) -> tuple[str, str]:
+    return hello["host"], hello["signal"]

@@ -1,0 +1,446 @@
+"""Saves that several ranks make together. Runs on the saving thread of each.
+
+Leaving: the acts that `agreement` asks for, done on the real gate, board and
+storage. Going on: the target is told well ahead ("order"), or every rank knows
+it; all ranks save exactly that safe point or none.
+
+No wait here is without an end: of others' reports at most a tenth of the grace,
+of others' shares at most as long as one's own took, of their own states as long
+as they show signs of life and there is time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from migrator import agreement
+from migrator.agreement import Act, Decision, Line, Point, Self, View
+from migrator.capture import Capture
+from migrator.errors import SaveFailed, StorageError
+from migrator.events import log
+from migrator.leaving import Leaving
+from migrator.lineage import whole
+from migrator.manifest import ckpt_name
+from migrator.ranks import Ranks
+from migrator.saving import Attempt, GivenUp, Saved, Unclean, Workshop, failed_text
+from migrator.sharing import Gathering, OnStorage
+
+_TICK_S = 0.015
+_LOOK_S = 0.02
+"""So often storage is asked what others have written."""
+_WINDOW_S = 2.0
+_WINDOW_SHARE = 0.1
+_PATIENCE_SHARE = 0.25
+"""Of the time left, so much is spent on getting to the target."""
+_STATES_SHARE = 0.4
+"""Of the time left, so much is spent on waiting for what is other ranks' own."""
+_STAGGER_S = 0.3
+_GO_ON_WAIT_S = 60.0
+"""A save that is not the last one is given up when nothing new came from the other ranks for so long."""
+_RETRY_S = 0.25
+
+MakeAttempt = Callable[[Capture, bool, tuple[int, ...]], Attempt]
+
+
+class NothingToSave(Exception):  # noqa: N818 - internal
+    """No rank has trained anything."""
+
+
+class Missed(Exception):  # noqa: N818 - internal
+    """The safe point that was to be saved cannot be, on this rank or another."""
+
+
+class ThroughStore:
+    """For ranks that do not see the root: their own states reach the writer through the job's store."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def _key(self, ckpt: str, rank: int) -> str:
+        return f"migrator/{self._ranks.nonce}/record/{ckpt}/{rank}"
+
+    def put(self, ckpt: str, rank: int, data: bytes) -> None:
+        key = self._key(ckpt, rank)
+        if self._ranks.call(lambda store: (store.set(key, data), True)[1]) is None:
+            raise SaveFailed("the job's store does not answer, and this rank does not see the root of the ckpts")
+
+    def get(self, ckpt: str, ranks: set[int]) -> dict[int, bytes]:
+        found = {}
+        for rank in sorted(ranks):
+            data = self._ranks.call(partial(_found, self._key(ckpt, rank)))
+            if data:
+                found[rank] = data
+        return found
+
+    def is_committed(self, ckpt: str) -> bool:
+        return any(json.loads(line.info)["ckpt"] == ckpt for line in self._ranks.lines("saved"))
+
+
+def _found(key: str, store: Any) -> bytes:
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+class Together:
+    """One rank's side of the saves of all ranks."""
+
+    def __init__(self, shop: Workshop, ranks: Ranks, leaving: Leaving, make_attempt: MakeAttempt) -> None:
+        self._shop = shop
+        self._ranks = ranks
+        self._leaving = leaving
+        self._make_attempt = make_attempt
+        self.note_unclean: Callable[[list[str], int], None] = lambda names, step: None
+        self._has_told_unlike = False
+        self.committed: str | None = None
+        """The newest ckpt that this very rank committed: it is the one to clean up behind it."""
+        self._begin()
+
+    # Leaving.
+
+    def _begin(self) -> None:
+        self._capture: Capture | None = None
+        self._attempt: Attempt | None = None
+        self._since: dict[str, float] = {}
+        self._share_s = 0.0
+        self._next_look_s = 0.0
+        self._was_committed = False
+        self._gathering: Gathering | None = None
+
+    def leave(self) -> Saved:
+        """Agree, save, commit. Raises `SaveFailed`, `StorageError` or `NothingToSave`."""
+        self._begin()
+        self._ranks.hurry()
+        me = Self(self._ranks.rank, has_news=True)
+        failure: StorageError | None = None
+        retry_s = _RETRY_S
+        while True:
+            view = self._view(me)
+            act, what = agreement.next_act(me, view, self._ranks.size)
+            if act is Act.DONE:
+                return self._done(me, view)
+            if act is Act.NOTHING:
+                if me.is_trained:
+                    raise SaveFailed("the script ended before it reached a safe point")
+                raise NothingToSave
+            if act is Act.WAIT or failure is not None:
+                self._give_up_if_hopeless(me, view, failure)
+                self._ranks.wait(_TICK_S)
+                continue
+            try:
+                me = self._do(me, act, what)
+                if act is Act.COMMIT and me.has_shared and self._was_committed:
+                    return self._done(me, view)
+            except Unclean as error:
+                me = self._unclean(me, act, error)
+            except StorageError as error:
+                log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=retry_s)
+                if not error.transient or self._leaving.left_s < retry_s:
+                    # Others may still be able to: their shares do not need this rank.
+                    failure = error
+                    self._ranks.post(Line("failed", me.rank, info=failed_text(error)))
+                    continue
+                time.sleep(retry_s)
+                retry_s = min(2 * retry_s, 4.0)
+
+    def _do(self, me: Self, act: Act, what: Line | Point | None) -> Self:
+        gate = self._shop.gate
+        if act is Act.POST:
+            assert isinstance(what, Line)
+            self._ranks.post(what)
+        elif act in (Act.STOP, Act.SETTLE):
+            if act is Act.SETTLE:
+                self._release()
+            reach, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
+            if act is Act.SETTLE:
+                log("settled", level=logging.WARNING, step=reach[0] if reach else None)
+            return agreement.done(me, act, reach=reach, is_trained=is_trained)
+        elif act is Act.LET:
+            assert isinstance(what, tuple)
+            decision = self._ranks.board.decision(me.ballot)
+            members = ",".join(map(str, decision.members)) if decision else ""
+            log("agreed", step=what[0], here=gate.at[0], members=members)
+            gate.let(what)
+            return agreement.done(me, act, reach=what)
+        elif act is Act.TAKE:
+            assert isinstance(what, tuple)
+            return self._take(me, what)
+        elif act is Act.SHARE:
+            return self._share(me)
+        elif act is Act.HELP:
+            assert self._attempt is not None
+            share = self._attempt.help()
+            if share is None:
+                self._ranks.wait(_TICK_S)  # only what is other ranks' own is still missing
+            else:
+                log("share_taken_over", level=logging.WARNING, share=share, ckpt=self._attempt.name)
+        elif act is Act.COMMIT:
+            self._commit()
+        elif act is Act.ANEW:
+            log("agreed_anew", level=logging.WARNING, step=gate.at[0])
+            self._release()
+            self._since = {}
+            return agreement.done(me, act)
+        return me
+
+    def _take(self, me: Self, point: Point) -> Self:
+        gate = self._shop.gate
+        capture = gate.take(_TICK_S, exact=point)
+        if capture is None:
+            is_lost = gate.is_at(point) and gate.is_spoiled
+            return agreement.done(me, Act.TAKE, is_clean=not is_lost) if is_lost else me
+        self._capture = capture
+        decision = self._ranks.board.decision(me.ballot)
+        members = (me.rank,) if me.is_alone or decision is None else decision.members
+        if self._shop.exchange is not None:
+            members = (0,)
+        self._attempt = self._make_attempt(capture, True, members)
+        standing = self._attempt.standing()
+        if standing is not None:
+            self._was_committed = True
+        return agreement.done(me, Act.TAKE)
+
+    def _share(self, me: Self) -> Self:
+        assert self._attempt is not None
+        start_s = time.monotonic()
+        try:
+            self._attempt.share()
+        except GivenUp:
+            return me  # somebody said "again"; the board tells
+        self._share_s = time.monotonic() - start_s
+        self._since["shared"] = time.monotonic()
+        return agreement.done(me, Act.SHARE)
+
+    def _commit(self) -> None:
+        assert self._attempt is not None
+        if not self._shop.writes:
+            return  # rank 0 commits; the board tells
+        self._name_who_is_missing(self._attempt.look())
+        self.committed = self._attempt.commit().ckpt
+        self._was_committed = True
+        self._tell_committed(self.committed)
+
+    def _tell_committed(self, name: str) -> None:
+        if self._shop.exchange is not None:
+            self._ranks.post(Line("saved", self._ranks.rank, info=json.dumps({"ckpt": name})))
+
+    def _unclean(self, me: Self, act: Act, error: Unclean) -> Self:
+        if self._capture is not None:
+            self._shop.gate.spoil(self._capture)
+            self.note_unclean(error.names, self._capture.step)
+        self._release()
+        return agreement.done(me, act, is_clean=False)
+
+    def _release(self) -> None:
+        """Let go of what was taken; the loop may have to go on."""
+        if self._capture is not None:
+            self._shop.gate.open()
+            self._shop.gate.unpin(self._capture)
+        self._capture = self._attempt = self._gathering = None
+
+    # What the world looks like.
+
+    def _view(self, me: Self) -> View:
+        board, now_s = self._ranks.board, time.monotonic()
+        decision = None if not me.is_stopped else board.decision(me.ballot)
+        if board.news is not None:
+            self._since.setdefault("news", now_s)
+        if decision is not None:
+            self._since.setdefault("decision", now_s)
+            self._since.setdefault("patience", now_s + _PATIENCE_SHARE * max(0.0, self._leaving.left_s))
+        target = me.reach if me.is_alone else (decision.target if decision else None)
+        self._look(me, decision, target)
+        return View(
+            board=board,
+            is_lost=self._ranks.is_lost,
+            is_committed=self._was_committed,
+            is_complete=me.has_shared and self._is_complete(),
+            is_at_target=target is not None and self._shop.gate.is_at(target),
+            window_is_over=now_s > self._since.get("news", now_s) + self._window_s(),
+            help_is_due=self._shop.writes and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s),
+            patience_is_over=now_s > self._since.get("patience", now_s),
+        )
+
+    def _window_s(self) -> float:
+        news = self._leaving.news
+        return min(_WINDOW_S, _WINDOW_SHARE * (news.grace_s if news else 30.0))
+
+    def _look(self, me: Self, decision: Decision | None, target: Point | None) -> None:
+        """At storage, now and then: is it committed, and what have the others written?"""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s or target is None or not (me.is_trained or (decision and decision.is_trained)):
+            return
+        self._next_look_s = now_s + _LOOK_S
+        try:
+            points = {target} | ({decision.target} if decision and decision.target else set())
+            self._was_committed = any(self._is_committed(ckpt_name(self._number, p[0])) for p in points)
+            if me.has_shared and self._attempt is not None:
+                before = len(self._gathering.records) if self._gathering else 0
+                self._gathering = self._attempt.look()
+                if len(self._gathering.records) > before:
+                    self._leaving.advanced_s = now_s
+                self._tell_unlike(self._gathering)
+        except StorageError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
+
+    @property
+    def _number(self) -> int:
+        return self._shop.generation.number
+
+    def _is_committed(self, name: str) -> bool:
+        return (self._shop.exchange or OnStorage(self._shop.storage)).is_committed(name)
+
+    def _is_complete(self) -> bool:
+        """All shares are there, and of what is ranks' own all that can still be expected."""
+        gathering, now_s = self._gathering, time.monotonic()
+        if gathering is None or not self._shop.writes or gathering.missing():
+            self._since.pop("complete", None)
+            return False
+        shared_s = self._since["shared"]
+        until_s = self._since.setdefault("states", shared_s + _STATES_SHARE * max(0.0, self._leaving.left_s))
+        if self._ranks.is_lost:
+            until_s = min(until_s, shared_s + _WINDOW_S)
+        if now_s < until_s and self._awaited(gathering):
+            return False
+        # All see it at about the same time: the lowest rank first.
+        position = list(gathering.alike()).index(self._ranks.rank)
+        first_s = self._since.setdefault("complete", now_s)
+        return position == 0 or now_s > first_s + _STAGGER_S + 0.05 * position
+
+    def _awaited(self, gathering: Gathering) -> set[int]:
+        """Ranks that will still tell what is their own."""
+        board = self._ranks.board
+        gone = board.out() | {line.rank for line in board.lines if line.what == "failed"} | gathering.records.keys()
+        if self._ranks.is_lost:
+            return set(range(self._ranks.size)) - gone
+        return {rank for rank in set(range(self._ranks.size)) - gone if self._ranks.is_alive_there(rank)}
+
+    def _give_up_if_hopeless(self, me: Self, view: View, failure: StorageError | None) -> None:
+        if failure is not None:
+            board = self._ranks.board
+            failed = {line.rank for line in board.lines if line.what == "failed"} | {me.rank}
+            able = set(range(self._ranks.size)) - failed - board.out()
+            if me.is_alone or not any(self._ranks.is_alive_there(rank) for rank in able):
+                raise failure
+        if self._leaving.left_s < 0:
+            if failure is not None:
+                raise failure
+            if self._attempt is None or not me.has_shared:
+                raise SaveFailed(
+                    "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
+                    "or call migrator.safe_point() after each step"
+                )
+            raise SaveFailed("the other ranks did not write their shares within the grace")
+
+    def _done(self, me: Self, view: View) -> Saved:
+        decision = view.board.decision(me.ballot)
+        points = [
+            p for p in (me.reach if me.is_alone else None, decision.target if decision else None) if p is not None
+        ]
+        names = sorted({ckpt_name(self._number, point[0]) for point in points}, reverse=True)
+        for name in names:
+            if not self._is_committed(name):
+                continue
+            step = int(name.rpartition("-")[2])
+            if not self._shop.writes:
+                return Saved(name, step, 0, 0.0)
+            size = whole(self._shop.storage, name).bytes
+            if self.committed != name:
+                log("joined", ckpt=name, step=step)
+                self._tell_committed(name)
+            return Saved(name, step, size, 0.0)
+        raise SaveFailed("the ckpt that the ranks agreed on was there and is gone; who deletes on the volume?")
+
+    def _name_who_is_missing(self, gathering: Gathering) -> None:
+        for rank in sorted(set(range(self._ranks.size)) - gathering.alike().keys()):
+            log("rank_lost", level=logging.WARNING, lost=rank, means="its random states and all that is its own")
+
+    def _tell_unlike(self, gathering: Gathering) -> None:
+        unlike = gathering.unlike()
+        if unlike and not self._has_told_unlike:
+            self._has_told_unlike = True
+            names = sorted({name for names in unlike.values() for name in names})
+            log("ranks_differ", level=logging.WARNING, ranks=",".join(map(str, unlike)), objects=",".join(names))
+            if self._ranks.rank == 0:
+                self._ranks.post(Line("apart", 0))
+
+    # Going on.
+
+    def go_on(self, target: Point, capture: Capture) -> Saved:
+        """Save this safe point with all others; the loop is let on as soon as what is this rank's is safe.
+
+        Raises `Missed` if another rank cannot, `GivenUp` if news of leaving come.
+        """
+        self._begin()
+        gate, self._capture = self._shop.gate, capture
+        every = tuple(range(self._ranks.size))
+        members = (0,) if self._shop.exchange is not None or self._ranks.lines("apart") else every
+        attempt = self._attempt = self._make_attempt(capture, False, members)
+        try:
+            standing = attempt.standing()
+            if standing is not None:
+                log("joined", ckpt=standing.ckpt, step=standing.step)
+                return standing
+            attempt.share()
+        except Unclean as error:
+            gate.spoil(capture)
+            self.note_unclean(error.names, capture.step)
+            self.miss(target, f"{', '.join(error.names)} changed outside a step")
+            raise Missed("it changed outside a step") from error
+        except StorageError as error:
+            self.miss(target, failed_text(error))
+            raise
+        finally:
+            self._release()
+        return self._meet(target, attempt)
+
+    def _meet(self, target: Point, attempt: Attempt) -> Saved:
+        known, since_s = 0, time.monotonic()
+        while True:
+            if attempt.is_committed():
+                return Saved(attempt.name, target[0], 0, 0.0)
+            if self._shop.writes and self._ranks.rank == 0:
+                gathering = attempt.look()
+                self._tell_unlike(gathering)
+                if len(gathering.records) == self._ranks.size and not gathering.missing():
+                    saved = attempt.commit()
+                    self.committed = saved.ckpt
+                    self._tell_committed(saved.ckpt)
+                    return saved
+                if len(gathering.records) > known:
+                    known, since_s = len(gathering.records), time.monotonic()
+                if gathering.unlike():
+                    self.miss(target, "ranks hold different tensors; rank 0 writes all from now on")
+            if self._leaving.news is not None:
+                raise GivenUp
+            why = self.missed(target)
+            if why is not None:
+                raise Missed(why)
+            # Whoever serves the store has ended, and has committed just before, or never will.
+            wait_s = _WINDOW_S if self._ranks.is_lost else _GO_ON_WAIT_S
+            if time.monotonic() - since_s > wait_s:
+                raise SaveFailed(f"not all ranks wrote their shares of step {target[0]} within {wait_s:.0f} s")
+            self._ranks.wait(_LOOK_S)
+
+    def miss(self, target: Point, why: str) -> None:
+        """Tell the others that this safe point cannot be saved here."""
+        self._ranks.post(Line("missed", self._ranks.rank, point=target, info=why), timeout_s=0)
+
+    def missed(self, target: Point) -> str | None:
+        """Why a rank cannot save this safe point."""
+        for line in self._ranks.lines("missed"):
+            if line.point == target:
+                return f"rank {line.rank}: {line.info}"
+        return None
+
+
+def info_of(line: Line) -> dict[str, Any]:
+    """What a line's text says; empty if it is not ours."""
+    try:
+        found = json.loads(line.info)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
