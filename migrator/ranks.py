@@ -62,7 +62,8 @@ def join() -> Ranks:
     from torch import distributed
 
     rank, size = place()
-    host, port = _address(distributed)
+    served = _store_of(distributed)
+    host, port = served.host, served.port
     nonce = _handed_out(distributed, uuid.uuid4().hex[:16])
     try:
         store = distributed.TCPStore(  # type: ignore[attr-defined]
@@ -73,11 +74,11 @@ def join() -> Ranks:
             f"listening(): the job's store at {host}:{port} does not answer ({error}). "
             "It is served by rank 0, or by the agent of torchrun: see whether that is still there."
         ) from error
-    return Ranks(rank, size, nonce, store)
+    return Ranks(rank, size, nonce, store, served)
 
 
-def _address(distributed: Any) -> tuple[str, int]:
-    """Where the store is that the process group was made with."""
+def _store_of(distributed: Any) -> Any:
+    """The store that the process group was made with."""
     store = distributed.distributed_c10d._get_default_store()
     while isinstance(store, distributed.PrefixStore):
         store = store.underlying_store
@@ -86,7 +87,7 @@ def _address(distributed: Any) -> tuple[str, int]:
             f"listening(): the process group was made with a {type(store).__name__}; the ranks can agree only through "
             "a TCPStore. Use init_process_group() with env:// (the default, torchrun's) or tcp://."
         )
-    return store.host, store.port
+    return store
 
 
 def _handed_out(distributed: Any, nonce: str) -> str:
@@ -104,7 +105,7 @@ def _handed_out(distributed: Any, nonce: str) -> str:
 class Ranks(threading.Thread):
     """One thread, one connection, one `close()`. Nobody else touches the store."""
 
-    def __init__(self, rank: int, size: int, nonce: str, store: Any) -> None:
+    def __init__(self, rank: int, size: int, nonce: str, store: Any, served: Any = None) -> None:
         super().__init__(name="migrator-ranks", daemon=True)
         self.rank = rank
         self.size = size
@@ -113,6 +114,8 @@ class Ranks(threading.Thread):
         self.on_lines: Callable[[list[Line]], None] = lambda _: None
         """Called in this thread with what is new on the board."""
         self._store = store
+        # On rank 0 the server may live in this object: it must outlive a script that destroys its process group.
+        self._served = served
         self._board, self._count = f"migrator/{nonce}/board", f"migrator/{nonce}/count"
         self._cond = threading.Condition()
         self._outbox: list[Line] = []

@@ -17,6 +17,7 @@ from tests.model import Model, Rules, Setting
 WORLDS = [
     Setting(2, 3, "never"),
     Setting(3, 2, "never", news=1),
+    Setting(3, 2, "late", death=1, news=1),
     Setting(2, 1, "never", unclean=1),
     Setting(2, 2, "any", news=1),
     Setting(2, 2, "late", death=1, hasty=1),
@@ -39,6 +40,9 @@ LONG_WORLDS = [
     Setting(2, 2, "late", hang=1, death=1),
     Setting(3, 1, "late", death=1),
     Setting(3, 2, "late", hasty=1, news=1),
+    Setting(3, 2, "late", freeze=1, news=1),
+    Setting(3, 2, "late", lost=1, news=1),
+    Setting(3, 1, "late", freeze=1, thaw=1, news=1),
 ]
 
 
