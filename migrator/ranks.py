@@ -40,6 +40,7 @@ HUNG_S = 2.0
 """A call to the store that takes longer is not waited for any more."""
 _HUNG_LOOKS = 20
 _CONNECT_S = 20.0
+_LOOKS_IN_VAIN = 32
 
 
 def place() -> tuple[int, int]:
@@ -130,6 +131,7 @@ class Ranks(threading.Thread):
         self._is_lost = False
         self._is_closed = False
         self._beat = 0
+        self._all_beat = False
         self._next_beat_s = 0.0
         self._beats: dict[int, tuple[bytes, float]] = {}
 
@@ -277,7 +279,7 @@ class Ranks(threading.Thread):
         count = store.add(self._count, len(out))
         # The counter tells cheaply whether there is anything new; a rank that died between the two
         # calls has not moved it, so now and then the board itself is read.
-        if count and (count != self._seen_count or self.is_busy or self._looks % 64 == 0):
+        if count and (count != self._seen_count or self._looks % _LOOKS_IN_VAIN == 0):
             text = store.get(self._board)
             end = text.rfind(b"\n") + 1
             news = text[self._read_bytes : end].decode("utf-8", errors="replace").splitlines()
@@ -291,11 +293,14 @@ class Ranks(threading.Thread):
     def _exchange_beats(self) -> None:
         self._beat += 1
         self._store.set(self._beat_key(self.rank), str(self._beat))
-        for rank in range(self.size):
-            if rank == self.rank or not self._store.check([self._beat_key(rank)]):
-                continue
-            beat = self._store.get(self._beat_key(rank))
-            with self._cond:
+        keys = [self._beat_key(rank) for rank in range(self.size)]
+        # A key that does not exist would be waited for.
+        self._all_beat = self._all_beat or self._store.check(keys)
+        if not self._all_beat:
+            return
+        beats = self._store.multi_get(keys)
+        with self._cond:
+            for rank, beat in enumerate(beats):
                 if self._beats.get(rank, (b"", 0.0))[0] != beat:
                     self._beats[rank] = (beat, time.monotonic())
 
