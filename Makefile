@@ -36,8 +36,9 @@ examples: $(READY)  ## each example, stopped and resumed
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py
 	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/ranks.py
 
 all: lint types test demo
 
 clean:
-	rm -rf .venv build dist demo-out *.egg-info
+	rm -rf .venv build dist demo-out elastic-out *.egg-info

@@ -2,114 +2,95 @@
 
     make demo
 
-Runs examples/plain.py three times as kubelet would see it: once undisturbed; once stopped by the pod's
-own preStop hook, followed by SIGTERM; once more, stopped by SIGTERM alone; and then to its end. Prints
-what was saved and lost, and draws both loss curves over each other.
+First one process (examples/plain.py): undisturbed, and stopped by the pod's own preStop hook, then by SIGTERM
+alone. Then several ranks (examples/ddp.py), each in a pod of its own, of which only one hears that it must leave:
+two, undisturbed; two, stopped and resumed; and, from the same stop, resumed as three, stopped again, ended as one.
+Prints what was saved and lost, and draws both loss curves of the one process over each other.
 """
 
-import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 
-import torch
+from pods import Life, same_losses, same_weights, samples, steps
 
-HERE = Path(__file__).resolve().parent
 OUT = Path("demo-out").resolve()
-EPOCHS = 6
 SAMPLES = 1500
-GRACE_S = 30
-DEADLINE_S = 300.0
 
 
-class Pod:
-    """One container: a training process, a signal file of its own, and hooks."""
-
-    def __init__(self, name: str, volume: Path) -> None:
-        self.directory = OUT / name
-        self.directory.mkdir(parents=True)
-        self.volume = volume
-        self.env = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("MIGRATOR", "MIGRATION"))},
-            "MIGRATOR_CKPT": str(volume),
-            "MIGRATOR_SIGNAL": str(self.directory / "signal"),
-            "MIGRATOR_GRACE_S": str(GRACE_S),
-            "OMP_NUM_THREADS": "1",
-        }
-        self.output = self.directory / "output.txt"
-
-    def start(self) -> None:
-        command = [sys.executable, str(HERE / "plain.py"), "--epochs", str(EPOCHS)]
-        command += ["--log", str(self.volume / "steps.jsonl"), "--weights", str(self.volume / "weights.pt")]
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(command, env=self.env, stdout=output, stderr=output)
-
-    def wait(self) -> int:
-        return self.process.wait(DEADLINE_S)
-
-    def wait_for_step(self, step: int) -> None:
-        end_s = time.monotonic() + DEADLINE_S
-        while len(steps(self.volume)) < step:
-            if self.process.poll() is not None or time.monotonic() > end_s:
-                sys.exit(f"the trainer did not reach step {step}:\n{self.output.read_text()}")
-            time.sleep(0.002)
-
-    def delete(self, *, hook: bool) -> float:
-        """As kubelet does it: preStop inside the grace, then SIGTERM. Milliseconds until it was done."""
-        start_s = time.monotonic()
-        if hook:
-            subprocess.run(["sh", str(HERE.parent / "hooks" / "preStop.sh")], env=self.env, check=True, timeout=GRACE_S)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        if not hook:
-            self.process.wait(GRACE_S)
-        return 1000 * (time.monotonic() - start_s)
-
-    def event(self, name: str) -> dict[str, str]:
-        """The fields of the newest log line of this name."""
-        line = next(line for line in reversed(self.output.read_text().splitlines()) if f": {name} " in line)
-        return dict(word.split("=", 1) for word in line.split(f": {name} ")[1].split() if "=" in word)
+def train(name: str, volume: Path, *, ranks: int, epochs: int) -> None:
+    print(f"training {name} ...", flush=True)
+    Life(name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs).wait_for_end()
 
 
-def steps(volume: Path) -> list[dict]:
-    try:
-        lines = (volume / "steps.jsonl").read_text().split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines]
+def stop(name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod: int = 0, hook: bool) -> dict:
+    print(f"training {name}, to be stopped in mid-epoch ...", flush=True)
+    life = Life(name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs)
+    life.wait_for_step(at_step)
+    row = life.delete(pod, hook=hook)
+    if samples(volume)[-1].total() % SAMPLES == 0:
+        sys.exit(f"the epoch was over before the pod was deleted: {row}")
+    return row
 
 
-def wrong_samples(volume: Path) -> tuple[int, int]:
-    """Samples that were missed and samples that were repeated, over all epochs."""
-    seen = [Counter() for _ in range(EPOCHS)]
-    for step in steps(volume):
-        seen[step["epoch"]].update(step["ids"])
-    missed = sum(SAMPLES - len(epoch) for epoch in seen)
-    return missed, sum(count - 1 for epoch in seen for count in epoch.values())
+def one_process(rows: list[dict], checks: list[dict]) -> None:
+    whole, stopped, how = OUT / "undisturbed", OUT / "stopped", {"ranks": 0, "epochs": 5}
+    train("one process without a stop", whole, **how)
+    rows.append(stop("one process", stopped, at_step=70, hook=True, **how))
+    rows.append(stop("one process again", stopped, at_step=170, hook=False, **how))
+    train("one process to the end", stopped, **how)
+    checks.append(check("1, 1, 1", stopped, whole, epochs=5))
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (torch.load(volume / "weights.pt", weights_only=True) for volume in (one, other))
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+def several_ranks(rows: list[dict], checks: list[dict]) -> None:
+    whole, stopped, elsewhere = OUT / "undisturbed-ranks", OUT / "stopped-ranks", OUT / "stopped-ranks-2-3-1"
+    train("two ranks without a stop", whole, ranks=2, epochs=3)
+    rows.append(stop("two ranks", stopped, at_step=30, ranks=2, epochs=3, pod=1, hook=True))
+    shutil.copytree(stopped, elsewhere)
+    train("two ranks to the end", stopped, ranks=2, epochs=3)
+    checks.append(check("2, 2", stopped, whole, epochs=3))
+    rows.append(stop("three ranks from there", elsewhere, at_step=50, ranks=3, epochs=3, hook=False))
+    train("one rank to the end", elsewhere, ranks=1, epochs=3)
+    checks.append(check("2, 3, 1", elsewhere, None, epochs=3))
 
 
-def draw(undisturbed: Path, stopped: Path, stops: list[int]) -> Path:
+def check(ranks: str, stopped: Path, whole: Path | None, *, epochs: int) -> dict:
+    """Compared with the run that was never stopped, where there is one on as many ranks."""
+    found = samples(stopped)
+    missed = SAMPLES * epochs - sum(len(epoch) for epoch in found)
+    repeated = sum(epoch.total() - len(epoch) for epoch in found)
+    return {
+        "ranks, life by life": ranks,
+        "samples missed or repeated": missed + repeated,
+        "every loss as in the run that was never stopped": said(whole, whole and same_losses(whole, stopped)),
+        "every weight": said(whole, whole and same_weights(whole, stopped)),
+    }
+
+
+def said(whole: Path | None, is_equal: object) -> str:
+    return "-" if whole is None else "yes" if is_equal else "NO"
+
+
+def show(rows: list[dict]) -> None:
+    table = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print()
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def draw(stops: list[int]) -> Path:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4))
-    for volume, style in ((undisturbed, {"lw": 4, "alpha": 0.35}), (stopped, {"lw": 1, "color": "black"})):
-        found = steps(volume)
-        axes.plot([s["step"] for s in found], [s["loss"] for s in found], label=volume.name, **style)
-    for stop in stops:
-        axes.axvline(stop, ls="--", lw=1, color="red", label="stopped and resumed" if stop == stops[0] else None)
+    for name, style in (("undisturbed", {"lw": 4, "alpha": 0.35}), ("stopped", {"lw": 1, "color": "black"})):
+        found = steps(OUT / name)[0]
+        axes.plot([s["step"] for s in found], [s["loss"] for s in found], label=name, **style)
+    for at in stops:
+        axes.axvline(at, ls="--", lw=1, color="red", label="stopped and resumed" if at == stops[0] else None)
     axes.set(xlabel="step", ylabel="loss", yscale="log", title="One run was stopped twice in mid-epoch. Which one?")
     axes.legend()
     path = OUT / "loss.png"
@@ -119,62 +100,16 @@ def draw(undisturbed: Path, stopped: Path, stops: list[int]) -> Path:
 
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
-    whole, stopped = OUT / "undisturbed", OUT / "stopped"
-    for volume in (whole, stopped):
-        volume.mkdir(parents=True)
+    rows: list[dict] = []
+    checks: list[dict] = []
+    one_process(rows, checks)
+    several_ranks(rows, checks)
+    show(rows)
+    show(checks)
+    print(f"\npicture of both loss curves  {draw([row['saved step'] for row in rows[:2]]).relative_to(Path.cwd())}")
 
-    print("training without a stop ...", flush=True)
-    pod = Pod("pod-0", whole)
-    pod.start()
-    if pod.wait() != 0:
-        sys.exit(pod.output.read_text())
-
-    rows = []
-    stops = []
-    plan = ((70, True, "preStop.sh, then SIGTERM"), (170, False, "SIGTERM"))
-    for number, (at_step, hook, how) in enumerate(plan, 1):
-        print(f"training, to be stopped in mid-epoch by {how} ...", flush=True)
-        pod = Pod(f"pod-{number}", stopped)
-        pod.start()
-        pod.wait_for_step(at_step)
-        took_ms = pod.delete(hook=hook)
-        code = pod.wait()
-        last, leaving = steps(stopped)[-1]["step"], pod.event("leaving")
-        saved = int(leaving["step"])
-        stops.append(saved)
-        rows.append(
-            (
-                how,
-                saved,
-                f"{1000 * float(leaving['since_signal_s']):.0f}",
-                f"{took_ms:.0f}",
-                leaving["bytes"],
-                last - saved,
-                code,
-            )
-        )
-    print("training to the end ...", flush=True)
-    pod = Pod("pod-3", stopped)
-    pod.start()
-    if pod.wait() != 0:
-        sys.exit(pod.output.read_text())
-
-    header = ("stopped by", "saved step", "news to commit, ms", "until done, ms", "bytes", "steps lost", "exit code")
-    table = [header, *rows]
-    widths = [max(len(str(row[i])) for row in table) for i in range(len(header))]
-    print()
-    for row in table:
-        print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    missed, repeated = wrong_samples(stopped)
-    equal = same_weights(whole, stopped)
-    losses_equal = [s["loss"] for s in steps(whole)] == [s["loss"] for s in steps(stopped)]
-    print(f"\nsamples missed or repeated                       {missed + repeated}")
-    print(f"weights equal to the run that was never stopped  {'yes' if equal else 'NO'}")
-    print(f"every loss equal                                 {'yes' if losses_equal else 'NO'}")
-    print(f"picture of both loss curves                      {draw(whole, stopped, stops).relative_to(Path.cwd())}")
-    steps_lost = sum(row[5] for row in rows)
-    codes = [row[6] for row in rows]
-    if missed or repeated or steps_lost or not equal or not losses_equal or codes != [143, 143]:
+    is_lost = any(row["steps lost"] or set(row["exit codes"].split()) != {"143"} for row in rows)
+    if is_lost or any(row["samples missed or repeated"] or "NO" in row.values() for row in checks):
         sys.exit("the promise was not kept")
 
 

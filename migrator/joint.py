@@ -67,7 +67,10 @@ class JointSaver(Saver):
         """Safe points that all ranks save without leaving."""
         self._asked: list[tuple[Point | None, Ticket]] = []
         self._misses = 0
-        self._pace = (time.monotonic(), 0)
+        self._has_nothing = False
+        """No rank has anything to save: the next life need not wait for it."""
+        self._pace: tuple[float, int] | None = None
+        """When there was which step: after this life's first one, and after each save."""
         ranks.on_lines = self._read_board
 
     # What others ask of it.
@@ -84,11 +87,21 @@ class JointSaver(Saver):
         else:
             with self._cond:
                 self._asked.append((target, ticket))
-            self._order(target)
+            if not self._order(target):
+                with self._cond:
+                    self._asked = [asked for asked in self._asked if asked[1] is not ticket]
+                saved = self.newest if self.newest is not None and self.newest.step == target[0] else None
+                self._answer_tickets([ticket], saved, None if saved else SaveFailed("the loop has gone on already"))
         return ticket
 
     def _is_asked(self) -> bool:
-        return bool(self._asked)
+        # Other ranks may wait for what this one was told to save: it does, or says that it can not.
+        return bool(self._asked or self._targets)
+
+    def at_step(self, step: int) -> None:
+        if self._pace is None:
+            self._pace = (time.monotonic(), step)
+        super().at_step(step)
 
     def _be_ready_for(self, step: int) -> None:
         self._hear_order((step, 0))  # every rank counts the steps by itself
@@ -111,25 +124,26 @@ class JointSaver(Saver):
                 with self._cond:
                     self._cond.notify_all()
 
-    def _order(self, target: Point) -> None:
-        """Have all ranks save this safe point."""
+    def _order(self, target: Point) -> bool:
+        """Have all ranks save this safe point; False if this one can not any more, or need not."""
         self._ranks.hurry()
         self._ranks.post(Line("order", self._ranks.rank, point=target), timeout_s=0)
-        self._hear_order(target)
+        return self._hear_order(target)
 
-    def _hear_order(self, target: Point) -> None:
+    def _hear_order(self, target: Point) -> bool:
         gate = self._shop.gate
         with self._cond:
             reach = gate.reach
             if self.newest is not None and self.newest.step == target[0]:
-                return
+                return False
             if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
                 self._together.miss(target, "it has gone on already" if reach is not None else "its script has ended")
-                return
+                return False
             self._targets.add(target)
             gate.announce()
             gate.hold(min(self._targets))
             self._cond.notify_all()
+            return True
 
     # Going on.
 
@@ -163,8 +177,8 @@ class JointSaver(Saver):
 
     def _order_ahead(self) -> None:
         """A periodic save is due: at a step that no rank has reached when it hears of it."""
-        since_s, step = self._pace
         now_step = self._shop.gate.at[0]
+        since_s, step = self._pace or (time.monotonic(), now_step)
         per_s = (now_step - step) / max(0.001, time.monotonic() - since_s)
         self._next_s = self._interval_end()
         self._order((now_step + max(2, math.ceil(per_s * _AHEAD_S)), 0))
@@ -231,6 +245,7 @@ class JointSaver(Saver):
         try:
             saved = self._together.leave()
         except NothingToSave:
+            self._has_nothing = True
             return self.explain_nothing()
         except Exception as error:  # whatever it is, the hook must hear of it
             why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
@@ -243,7 +258,7 @@ class JointSaver(Saver):
     def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
         if not (self._shop.writes and (self._leaving.pod_is_dying or self._shop.rank == 0)):
             return
-        if is_leaving or is_safe:  # if it is not safe here, it may still become so elsewhere
+        if is_leaving or is_safe or self._has_nothing:  # if it is not safe here, it may still become so elsewhere
             super()._mark(is_leaving=is_leaving)
 
     def _retire(self) -> None:
@@ -290,8 +305,9 @@ class JointSaver(Saver):
                 if not any(map(ranks.is_alive_there, set(range(ranks.size)) - gone)):
                     break
                 ranks.wait(TICK_S)
-        # The store may end before this process does; torch would print a page about that.
-        ranks.close()
+        if not ranks.is_lost:
+            # The store may end before this process does; torch would print a page about that.
+            ranks.close()
         if self._pod.has_agent and leaving.pod_is_dying:
             # An agent would start a rank that leaves by itself again, inside the dying pod.
             while not leaving.is_terminated and time.monotonic() < leaving.news.deadline_s - _AGENT_MARGIN_S:

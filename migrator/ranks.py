@@ -173,7 +173,7 @@ class Ranks(threading.Thread):
             mine = self._sent + len(self._outbox)
             self._cond.notify_all()
             end_s = time.monotonic() + timeout_s
-            while self._sent < mine and not self._is_lost and time.monotonic() < end_s:
+            while self._sent < mine and not self.is_lost and time.monotonic() < end_s:
                 self._cond.wait(0.05)
             return self._sent >= mine
 
@@ -184,7 +184,7 @@ class Ranks(threading.Thread):
             self._calls.append((what, answer))
             self._cond.notify_all()
             end_s = time.monotonic() + timeout_s
-            while not answer and not self._is_lost and not self._is_closed and time.monotonic() < end_s:
+            while not answer and not self.is_lost and not self._is_closed and time.monotonic() < end_s:
                 self._cond.wait(0.05)
         return answer[0] if answer else None
 

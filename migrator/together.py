@@ -136,6 +136,11 @@ class Together:
                     return self._done(me, view)
             except Unclean as error:
                 me = self._unclean(me, act, error)
+            except SaveFailed:
+                self._next_look_s = 0.0
+                if not self._view(me).is_committed:
+                    raise
+                # Another rank was quicker: what this one was still writing is in the ckpt already.
             except StorageError as error:
                 log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=retry_s)
                 if not error.transient or self._leaving.left_s < retry_s:
@@ -260,7 +265,9 @@ class Together:
             is_complete=me.has_shared and self._is_complete(),
             is_at_target=target is not None and self._shop.gate.is_at(target),
             window_is_over=now_s > self._since.get("news", now_s) + self._window_s(),
-            help_is_due=self._shop.writes and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s),
+            help_is_due=self._shop.writes
+            and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s)
+            and not self._gives_way(),
             patience_is_over=now_s > self._since.get("patience", now_s),
         )
 
@@ -299,21 +306,34 @@ class Together:
         if gathering is None or not self._shop.writes or gathering.missing():
             self._since.pop("complete", None)
             return False
-        shared_s = self._since["shared"]
-        until_s = self._since.setdefault("states", shared_s + _STATES_SHARE * max(0.0, self._leaving.left_s))
-        if self._ranks.is_lost:
-            until_s = min(until_s, shared_s + _WINDOW_S)
-        if now_s < until_s and self._awaited(gathering):
+        if (now_s < self._others_end_s() and self._awaited(gathering)) or self._gives_way():
             return False
         # All see it at about the same time: the lowest rank first.
         position = list(gathering.alike()).index(self._ranks.rank)
         first_s = self._since.setdefault("complete", now_s)
         return position == 0 or now_s > first_s + _STAGGER_S + 0.05 * position
 
+    def _others_end_s(self) -> float:
+        """So long other ranks may take for what this one waits for."""
+        shared_s = self._since["shared"]
+        until_s = self._since.setdefault("states", shared_s + _STATES_SHARE * max(0.0, self._leaving.left_s))
+        return min(until_s, shared_s + _WINDOW_S) if self._ranks.is_lost else until_s
+
+    def _gives_way(self) -> bool:
+        """The lowest rank holds other tensors than this one: its own are saved for all, unless it is lost."""
+        gathering = self._gathering
+        if gathering is None or min(gathering.records) in gathering.alike():
+            return False
+        lowest = min(gathering.records)
+        is_there = self._ranks.is_lost or self._ranks.is_alive_there(lowest)
+        return is_there and lowest not in self._failed() and time.monotonic() < self._others_end_s()
+
+    def _failed(self) -> set[int]:
+        return {line.rank for line in self._ranks.board.lines if line.what == "failed"}
+
     def _awaited(self, gathering: Gathering) -> set[int]:
         """Ranks that will still tell what is their own."""
-        board = self._ranks.board
-        gone = board.out() | {line.rank for line in board.lines if line.what == "failed"} | gathering.records.keys()
+        gone = self._ranks.board.out() | self._failed() | gathering.records.keys()
         if self._ranks.is_lost:
             return set(range(self._ranks.size)) - gone
         return {rank for rank in set(range(self._ranks.size)) - gone if self._ranks.is_alive_there(rank)}
@@ -321,8 +341,7 @@ class Together:
     def _give_up_if_hopeless(self, me: Self, view: View, failure: StorageError | None) -> None:
         if failure is not None:
             board = self._ranks.board
-            failed = {line.rank for line in board.lines if line.what == "failed"} | {me.rank}
-            able = set(range(self._ranks.size)) - failed - board.out()
+            able = set(range(self._ranks.size)) - self._failed() - {me.rank} - board.out()
             if me.is_alone or not any(self._ranks.is_alive_there(rank) for rank in able):
                 raise failure
         if self._leaving.left_s < 0:

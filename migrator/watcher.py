@@ -70,6 +70,8 @@ class Watcher(threading.Thread):
 
         observer = Observer()
         try:
+            # The rank of this pod that writes the file may not have come as far yet.
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
             # Only these: our own listing opens the directory, and would be told to us as an event.
             kinds: list[type[events.FileSystemEvent]] = [
                 events.FileCreatedEvent,

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from migrator import loading
+from migrator.lineage import whole
+from migrator.storage import LocalStorage
 from tests.gang import Gang
 from tests.harness import Job
 
@@ -166,3 +169,15 @@ def assert_each_sample_once_over_ranks(story: RankStory, *, epochs: int, samples
 def _amiss(ids: list[int], samples: int) -> str:
     twice = sorted({i for i in ids if ids.count(i) > 1})
     return f"twice {twice}, never {sorted(set(range(samples)) - set(ids))}"
+
+
+def whole_steps(job: Job) -> list[int]:
+    """The steps of all committed ckpts, oldest first; every byte of each was read and is what it has to be."""
+    storage = LocalStorage(job.root, job.env.get("MIGRATOR_JOB", "default"))
+    found = []
+    for name in job.ckpts():
+        if (storage.directory / name).is_dir():
+            manifest = whole(storage, name)
+            assert loading.read(storage, manifest, {}), name
+            found.append(manifest.step)
+    return found
