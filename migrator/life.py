@@ -121,11 +121,12 @@ class Life:
     def _begin_generation_for_all(self, about: dict[str, Any]) -> Welcome:
         """Rank 0."""
         self._begin_generation(about)
-        return Welcome(self._generation, tuple(self._candidates), str(self.settings.every))
+        return Welcome(self._generation, tuple(self._candidates), self.settings.every)
 
     def _take_over(self, welcome: Welcome) -> None:
         """What rank 0 found holds for all ranks."""
         self._generation, self._candidates = welcome.generation, list(welcome.ckpts)
+        self.settings = replace(self.settings, every=welcome.every)
 
     def _say_where(self) -> None:
         log(

@@ -28,7 +28,7 @@ from migrator.manifest import LIMIT, NAME, Manifest
 from migrator.ranks import Ranks, here
 from migrator.registry import Registry
 from migrator.saving import Workshop
-from migrator.settings import Settings
+from migrator.settings import Every, Settings
 from migrator.storage import LocalStorage
 from migrator.together import ThroughStore
 
@@ -45,17 +45,18 @@ class Welcome:
 
     generation: Generation
     ckpts: tuple[str, ...]
-    every: str
+    every: Every
+    """How often a save is made, on all ranks alike."""
 
     def to_json(self) -> dict[str, Any]:
         generation = {**asdict(self.generation), "proven": sorted(self.generation.proven), "differs": {}}
-        return {"generation": generation, "ckpts": self.ckpts, "every": self.every}
+        return {"generation": generation, "ckpts": self.ckpts, "every": asdict(self.every)}
 
     @staticmethod
     def of(found: dict[str, Any]) -> Welcome:
         got = found["generation"]
         generation = Generation(got["number"], got["continues"], tuple(got["lineage"]), frozenset(got["proven"]))
-        return Welcome(generation, tuple(found["ckpts"]), found["every"])
+        return Welcome(generation, tuple(found["ckpts"]), Every(**found["every"]))
 
 
 class Team:

@@ -213,3 +213,10 @@ def make():
     for text in gang.texts:
         assert "UsageError: listening(): the process group was made with a FileStore" in text
         assert "env://" in text
+
+
+def test_how_often_a_save_is_made_is_what_rank_0_says(job: Job) -> None:
+    """Ranks that counted differently would never save the same step."""
+    gang = finish(job.write(TINY).gang(2, each={0: {"EVERY": "4"}, 1: {"EVERY": "3"}}))
+
+    assert job.ckpts() == ["000001-000000000004", "000001-000000000008"], gang.text

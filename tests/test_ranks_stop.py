@@ -177,7 +177,9 @@ def test_two_hundred_stops_anywhere(job: Job, reference: Reference, size: int, n
     """Twenty a job, with another chance each: any moment, any rank or all, any way."""
     env = {"EPOCHS": {2: "3", 4: "5"}[size], "WORKERS": str(number % 2)}
     whole = reference(size, **env)
-    stops = any_stops(whole.moments[:-3], size, 20, seed=f"{size} {number}")
+    # News behind the last batch of all may find the script at its end: that is as good, but no stop.
+    moments = whole.moments[: whole.moments.index(f"{int(env['EPOCHS']) - 1}:over")]
+    stops = any_stops(moments, size, 20, seed=f"{size} {number}")
     assert len(stops) == 20
 
     story = stopped(job.use(RANKED), size, stops, **env)
