@@ -96,4 +96,5 @@ for epoch in range(sampler.epoch, args.epochs):  # begins where the ckpt stands
 
 if rank == 0:
     torch.save(model.module.state_dict(), args.weights)
+distributed.barrier()
 distributed.destroy_process_group()

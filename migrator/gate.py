@@ -80,6 +80,8 @@ class Gate:
         self._takers = 0
         self._least_step = 0
         self._exact: Point | None = None
+        self._is_entering = False
+        """The loop makes a new safe point out of the last one at this moment."""
         self._held = 0
         """The main thread stands in a safe point and stays there."""
 
@@ -186,13 +188,17 @@ class Gate:
     def pass_on(self) -> None:
         """The loop is about to make a new safe point out of the last one, without a step between them."""
         with self._cond:
-            if self.agrees and self.is_leaving and self.phase is Phase.CLEAN:
-                self._wait_while_shut()
+            if self.agrees and self.phase is Phase.CLEAN:
+                if self.is_leaving:
+                    self._wait_while_shut()
+                # One act with the wait: news that come before it is there must find it on its way.
+                self._is_entering = True
 
     def publish(self, capture: Capture, *, may_stay: bool = True) -> None:
         """The main thread stands at a safe point and its state is `capture`."""
         with self._cond:
             self._compare()
+            self._is_entering = False
             before, self.capture = self.capture, capture
             self._to(Phase.CLEAN)
             self.at = capture.at
@@ -286,6 +292,8 @@ class Gate:
             return self._reach()
 
     def _reach(self) -> Point | None:
+        if self._is_entering:
+            return self.at[0], self.at[1] + 1
         if self.phase in (Phase.FRESH, Phase.LOADED) or self._is_savable():
             return self.at
         return None if self.is_closed else (self.at[0] + 1, 0)

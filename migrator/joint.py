@@ -52,6 +52,10 @@ class Pod:
     """Something (torchrun) starts ranks again that leave."""
 
 
+class _Sooner(Exception):  # noqa: N818 - internal
+    """An earlier safe point has to be saved first."""
+
+
 class JointSaver(Saver):
     """One rank's."""
 
@@ -66,12 +70,16 @@ class JointSaver(Saver):
         self._targets: set[Point] = set()
         """Safe points that all ranks save without leaving."""
         self._asked: list[tuple[Point | None, Ticket]] = []
+        self._taken: Point | None = None
+        """The safe point that is being saved, or was saved last."""
         self._misses = 0
         self._has_nothing = False
         """No rank has anything to save: the next life need not wait for it."""
         self._pace: tuple[float, int] | None = None
         """When there was which step: after this life's first one, and after each save."""
         ranks.on_lines = self._read_board
+        if ranks.rank:
+            self._next_s = None
 
     # What others ask of it.
 
@@ -117,6 +125,7 @@ class JointSaver(Saver):
         for line in lines:
             if line.what == "news" and line.rank != self._ranks.rank:
                 left_s = float(info_of(line).get("grace_left_s", self._settings.grace_s))
+                self._ranks.hurry()
                 self.tell(News(f"rank {line.rank}", time.monotonic() + left_s, left_s, is_local=False))
             elif line.what == "order" and line.rank != self._ranks.rank and line.point is not None:
                 self._hear_order(line.point)
@@ -136,6 +145,8 @@ class JointSaver(Saver):
             reach = gate.reach
             if self.newest is not None and self.newest.step == target[0]:
                 return False
+            if target == self._taken:
+                return True  # another rank's word for what this one is saving already
             if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
                 self._together.miss(target, "it has gone on already" if reach is not None else "its script has ended")
                 return False
@@ -157,7 +168,10 @@ class JointSaver(Saver):
         if target is None:
             self._order_ahead()
             return
-        saved, error = self._save_with_others(target)
+        try:
+            saved, error = self._save_with_others(target)
+        except _Sooner:
+            return
         with self._cond:
             self._targets.discard(target)
             answered = [ticket for point, ticket in self._asked if point == target]
@@ -188,7 +202,8 @@ class JointSaver(Saver):
             self._aside.prepare(self._live_bytes())
             saved = self._together.go_on(target, self._take_exactly(target))
             self.newest, self._misses = saved, 0
-            self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            if saved.size:
+                self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
             self._retire()
             return saved, None
         except GivenUp:
@@ -200,9 +215,11 @@ class JointSaver(Saver):
                 if not self._shop.gate.is_closed:
                     self._order_ahead()
             return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}")
+        except _Sooner:
+            raise
         except Exception as failure:  # a periodic save never ends training
             log("save_failed", level=logging.ERROR, why=failed_text(failure), before=self._name_of_newest())
-            if self._settings.every != Every():
+            if self._settings.every != Every() and self._ranks.rank == 0:
                 self._next_s = time.monotonic() + FAILED_AGAIN_S
             return None, failure
         finally:
@@ -214,12 +231,15 @@ class JointSaver(Saver):
             capture = gate.take(TICK_S, exact=target)
             if capture is not None:
                 with self._cond:
+                    self._taken = target
                     # The next one may be due before this one is committed.
                     self._targets.discard(target)
                     gate.hold(min(self._targets, default=None))
                 return capture
             if self._leaving.news is not None:
                 raise GivenUp
+            if min(self._targets, default=target) < target:
+                raise _Sooner  # whoever asked for it may stand there until it is saved
             why = self._together.missed(target)
             if why is None and gate.is_at(target) and gate.is_spoiled:
                 why = "it changed since"
@@ -261,9 +281,9 @@ class JointSaver(Saver):
         if is_leaving or is_safe or self._has_nothing:  # if it is not safe here, it may still become so elsewhere
             super()._mark(is_leaving=is_leaving)
 
-    def _retire(self) -> None:
+    def _retire(self, *, sweeps: bool = True) -> None:
         if self.newest is not None and self._together.committed == self.newest.ckpt:
-            super()._retire()
+            super()._retire(sweeps=sweeps and self._leaving.news is None)
 
     def _save_and_leave(self) -> Outcome:
         outcome = super()._save_and_leave()

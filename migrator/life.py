@@ -474,6 +474,11 @@ class Life:
                 return None
             if self._leaving.may_leave():
                 self._leaving.leave()
+        if ticket.error is not None and self._leaving.news is not None:
+            # What was asked for is overtaken: the newest step is being saved, and then the process leaves.
+            while not self._leaving.may_leave():
+                self._leaving.is_decided.wait(0.05)
+            self._leaving.leave()
         if ticket.error is not None:
             raise SaveFailed(f"the save was not made: {ticket.error}") from ticket.error
         return ticket.saved.ckpt if ticket.saved else None

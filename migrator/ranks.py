@@ -32,6 +32,7 @@ from migrator.events import log
 IDLE_POLL_S = 0.1
 BUSY_POLL_S = 0.015
 BEAT_S = 0.25
+IDLE_BEAT_S = 1.0
 STALE_S = 3.0
 """A rank whose beats stand still for so long is frozen, dead, or cut off."""
 GONE_S = 60.0
@@ -173,7 +174,7 @@ class Ranks(threading.Thread):
             mine = self._sent + len(self._outbox)
             self._cond.notify_all()
             end_s = time.monotonic() + timeout_s
-            while self._sent < mine and not self.is_lost and time.monotonic() < end_s:
+            while self._sent < mine and not self._is_gone(timeout_s) and time.monotonic() < end_s:
                 self._cond.wait(0.05)
             return self._sent >= mine
 
@@ -184,9 +185,13 @@ class Ranks(threading.Thread):
             self._calls.append((what, answer))
             self._cond.notify_all()
             end_s = time.monotonic() + timeout_s
-            while not answer and not self.is_lost and not self._is_closed and time.monotonic() < end_s:
+            while not answer and not self._is_gone(timeout_s) and not self._is_closed and time.monotonic() < end_s:
                 self._cond.wait(0.05)
         return answer[0] if answer else None
+
+    def _is_gone(self, patience_s: float) -> bool:
+        """The store is lost; whoever has patience takes one that only hangs for slow."""
+        return self._is_lost if patience_s > HUNG_S else self.is_lost
 
     def wait(self, timeout_s: float) -> None:
         """Until the board has grown, but not for long."""
@@ -218,9 +223,9 @@ class Ranks(threading.Thread):
             if not missing:
                 return {rank: found[rank] for rank in sorted(wanted)}
             silent = sorted(rank for rank in missing if self._silence_s(rank) > GONE_S)
-            if self.is_lost or silent or time.monotonic() > end_s:
+            if self._is_lost or silent or time.monotonic() > end_s:
                 who = ", ".join(map(str, silent or sorted(missing)))
-                lost = "the job's store does not answer; " if self.is_lost else ""
+                lost = "the job's store does not answer; " if self._is_lost else ""
                 raise RanksError(f"{lost}waited for rank {who} in vain: {why}")
             self.wait(0.05)
 
@@ -269,7 +274,13 @@ class Ranks(threading.Thread):
                 if fresh or out or calls:
                     self._cond.notify_all()
             if fresh:
-                self.on_lines(fresh)
+                self._hand_on(fresh)
+
+    def _hand_on(self, fresh: list[Line]) -> None:
+        try:
+            self.on_lines(fresh)
+        except Exception as error:  # this thread must live on: the others wait for what it posts
+            log("store_lost", level=logging.ERROR, why=f"a line could not be taken in: {error!r}")
 
     def _exchange(self, out: list[Line]) -> list[Line]:
         store, fresh = self._store, []
@@ -285,14 +296,16 @@ class Ranks(threading.Thread):
             news = text[self._read_bytes : end].decode("utf-8", errors="replace").splitlines()
             fresh = [line for line in map(Line.of, news) if line is not None]
             self._read_bytes, self._seen_count = end, count
-        if self.is_busy and time.monotonic() >= self._next_beat_s:
-            self._next_beat_s = time.monotonic() + BEAT_S
+        if time.monotonic() >= self._next_beat_s:
+            self._next_beat_s = time.monotonic() + (BEAT_S if self.is_busy else IDLE_BEAT_S)
             self._exchange_beats()
         return fresh
 
     def _exchange_beats(self) -> None:
         self._beat += 1
         self._store.set(self._beat_key(self.rank), str(self._beat))
+        if not self.is_busy:
+            return
         keys = [self._beat_key(rank) for rank in range(self.size)]
         # A key that does not exist would be waited for.
         self._all_beat = self._all_beat or self._store.check(keys)

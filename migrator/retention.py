@@ -30,16 +30,18 @@ def retire(
     keep: int,
     bad: frozenset[str] = frozenset(),
     current: str | None = None,
+    sweeps: bool = True,
 ) -> list[str]:
     """After a commit: delete what the newest `keep` whole ckpts of the lineage make superfluous.
 
     `bad` ckpts turned out corrupt while loading: they do not count. `current` is being written.
+    Without `sweeps` what was never committed stays: another rank may be about to commit it.
     Returns the names of what was deleted.
     """
     gone: list[str] = []
     try:
         for name in _superfluous(storage, generation, keep=max(1, keep), bad=bad):
-            if name == current:
+            if name == current or not (sweeps or NAME in storage.list(name)):
                 continue
             _delete(storage, name)
             gone.append(name)

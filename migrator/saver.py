@@ -284,8 +284,9 @@ class Saver(threading.Thread):
             attempt = Attempt(self._shop, capture, aside=self._aside, may_open=not is_leaving, on_block=on_block)
             return attempt.run()
 
-    def _retire(self) -> None:
-        retention.retire(self._shop.storage, self._shop.generation, keep=self._settings.keep, bad=self.bad)
+    def _retire(self, *, sweeps: bool = True) -> None:
+        shop = self._shop
+        retention.retire(shop.storage, shop.generation, keep=self._settings.keep, bad=self.bad, sweeps=sweeps)
 
     def _weigh(self, done: int, total: int, step: int) -> None:
         """News came in the middle of a save: go on with it, or give it up for the newest step?"""

@@ -159,6 +159,8 @@ class Attempt:
         self._live: set[str] = set()
         self._same: dict[str, list[str]] = {}
         """Of each object the tensors that all ranks hold alike."""
+        self._told: dict[str, bytes | None] = {}
+        """The digests of these, as the other ranks hear of them."""
         self._is_apart = False
         """Nothing is read from live memory any more; the gate is open."""
         self._stood_still = False
@@ -269,8 +271,12 @@ class Attempt:
         return Saved(self.name, self._capture.step, size, time.monotonic() - self._start_s)
 
     def _planned(self) -> Plan:
-        sizes = {key: self._tensors[key].nbytes for keys in self._same.values() for key in keys}
-        return Plan.of(self._capture.at, self._members, sizes)
+        shared = {key: self._tensors[key] for keys in self._same.values() for key in keys}
+        members = self._members
+        if any(tensor.device.type != "cpu" for tensor in shared.values()):
+            # Whether ranks hold the same on their devices is not known, so nothing is put together.
+            members = members[:1]
+        return Plan.of(self._capture.at, members, {key: tensor.nbytes for key, tensor in shared.items()})
 
     def _digests_of_same(self) -> dict[str, str]:
         """Ranks put their shares together only if they hold the same."""
@@ -278,7 +284,8 @@ class Attempt:
             return {}
         found = {}
         for name, keys in self._same.items():
-            digests = [(key, (_cpu_digest(self._tensors[key]) or b"").hex()) for key in sorted(keys)]
+            self._told |= {key: _cpu_digest(self._tensors[key]) for key in keys}
+            digests = [(key, (self._told[key] or b"").hex()) for key in sorted(keys)]
             found[name] = xxhash.xxh3_128(repr(digests).encode()).hexdigest()
         return found
 
@@ -295,6 +302,9 @@ class Attempt:
             after_block=self._after_block,
         )
         log("part_written", ckpt=self.name, bytes=part.bytes)
+        wrong = [key for key, digest in part.tensor_digests.items() if self._told.get(key) not in (None, digest)]
+        if wrong:  # what was written is not what the other ranks were told of
+            raise Unclean(sorted({key.split("/")[0] for key in wrong}))
         self._prove(part.tensor_digests)
         return part
 

@@ -191,6 +191,7 @@ class Team:
     def load(self, name: str) -> loading.Loaded:
         """Load this ckpt on all ranks, or raise on all of them."""
         self._loads += 1
+        self.ranks.hurry()
         what, bad, fatal = f"load {self._loads} {name}", "", ""
         loaded: loading.Loaded | None = None
         error: Exception | None = None
@@ -237,8 +238,14 @@ class Team:
         if "bad" in found:
             raise CkptCorrupt(f"rank 0 found {found['bad']}")
         if ranks.rank != 0:
-            manifest = Manifest.from_bytes(ranks.call(lambda store: store.get(key), timeout_s=LOAD_S))
+            data = ranks.call(lambda store: store.get(key), timeout_s=LOAD_S)
+            if data is None:
+                raise RanksError("the job's store ended while the ckpt was handed over")
+            manifest = Manifest.from_bytes(data)
             tensors = loading.made(found["tensors"])
+        # From here on all ranks do the same, or none: a collective knows no way back.
+        ranks.tell(f"{what} ready", True)
+        ranks.gather(f"{what} ready", "each rank makes room for the ckpt", at_most_s=LOAD_S)
         group = distributed.new_group(backend="gloo")
         for tensor in tensors.values():
             distributed.broadcast(loading.as_bytes(tensor), src=0, group=group)

@@ -26,7 +26,7 @@ from migrator.events import log
 from migrator.leaving import Leaving
 from migrator.lineage import whole
 from migrator.manifest import ckpt_name
-from migrator.ranks import Ranks
+from migrator.ranks import STALE_S, Ranks
 from migrator.saving import Attempt, GivenUp, Saved, Unclean, Workshop, failed_text
 from migrator.sharing import Gathering, OnStorage
 
@@ -126,7 +126,8 @@ class Together:
                 if me.is_trained:
                     raise SaveFailed("the script ended before it reached a safe point")
                 raise NothingToSave
-            if act is Act.WAIT or failure is not None:
+            is_late = self._leaving.left_s < -_WINDOW_S and not (act is Act.SHARE or (act is Act.COMMIT and self._shop.writes))
+            if act is Act.WAIT or failure is not None or is_late:
                 self._give_up_if_hopeless(me, view, failure)
                 self._ranks.wait(_TICK_S)
                 continue
@@ -409,15 +410,24 @@ class Together:
             self.note_unclean(error.names, capture.step)
             self.miss(target, f"{', '.join(error.names)} changed outside a step")
             raise Missed("it changed outside a step") from error
-        except StorageError as error:
+        except GivenUp:
+            raise
+        except Exception as error:  # whatever it is, nobody is to wait for this rank
             self.miss(target, failed_text(error))
             raise
         finally:
             self._release()
-        return self._meet(target, attempt)
+        self._ranks.hurry()
+        try:
+            return self._meet(target, attempt)
+        except (GivenUp, Missed):
+            raise
+        except Exception as error:
+            self.miss(target, failed_text(error))
+            raise
 
     def _meet(self, target: Point, attempt: Attempt) -> Saved:
-        known, since_s = 0, time.monotonic()
+        known_ranks, since_s = {self._ranks.rank}, time.monotonic()
         while True:
             if attempt.is_committed():
                 return Saved(attempt.name, target[0], 0, 0.0)
@@ -429,8 +439,8 @@ class Together:
                     self.committed = saved.ckpt
                     self._tell_committed(saved.ckpt)
                     return saved
-                if len(gathering.records) > known:
-                    known, since_s = len(gathering.records), time.monotonic()
+                if gathering.records.keys() > known_ranks:
+                    known_ranks, since_s = set(gathering.records), time.monotonic()
                 if gathering.unlike():
                     self.miss(target, "ranks hold different tensors; rank 0 writes all from now on")
             if self._leaving.news is not None:
@@ -438,10 +448,13 @@ class Together:
             why = self.missed(target)
             if why is not None:
                 raise Missed(why)
-            # Whoever serves the store has ended, and has committed just before, or never will.
+            # Whoever serves the store has ended, and has committed just before, or never will; nor will the dead.
             wait_s = _WINDOW_S if self._ranks.is_lost else _GO_ON_WAIT_S
-            if time.monotonic() - since_s > wait_s:
-                raise SaveFailed(f"not all ranks wrote their shares of step {target[0]} within {wait_s:.0f} s")
+            waits_for = set(range(self._ranks.size)) - known_ranks if self._ranks.rank == 0 else {0}
+            is_dead = not self._ranks.is_lost and not all(map(self._ranks.is_alive_there, waits_for))
+            waited_s = time.monotonic() - since_s
+            if waited_s > wait_s or (is_dead and waited_s > STALE_S):
+                raise SaveFailed(f"not all ranks wrote their shares of step {target[0]} within {waited_s:.0f} s")
             self._ranks.wait(_LOOK_S)
 
     def miss(self, target: Point, why: str) -> None:

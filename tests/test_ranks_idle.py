@@ -220,3 +220,55 @@ def test_how_often_a_save_is_made_is_what_rank_0_says(job: Job) -> None:
     gang = finish(job.write(TINY).gang(2, each={0: {"EVERY": "4"}, 1: {"EVERY": "3"}}))
 
     assert job.ckpts() == ["000001-000000000004", "000001-000000000008"], gang.text
+
+
+SAVES = """
+print("saved", migrator.save_ckpt())
+"""
+
+
+def test_a_save_asked_for_comes_before_one_that_is_ordered_ahead(job: Job) -> None:
+    """The script stands still until it is made, so that the step of the other one would never come."""
+    gang = finish(job.write(TINY.replace("# end\n", SAVES)).gang(2, EVERY="5", STEPS="4"))
+
+    assert gang.text.count("\nsaved 000001-000000000004\n") == 2, gang.text
+    assert job.ckpts() == ["000001-000000000004"]
+
+
+def test_asked_for_by_all_and_gone_on_at_once(job: Job) -> None:
+    """The order of a slower rank is no other save than the one a quicker rank has made its share of already."""
+    script = TINY.replace("# end\n", "time.sleep(0.5)\n").replace(
+        'state["step"] += 1', 'state["step"] += 1; migrator.save_ckpt(wait=False) if state["step"] == 5 else None'
+    )
+    gang = finish(job.write(script).gang(2, STEPS="40"))
+
+    assert job.ckpts() == ["000001-000000000005"], gang.text
+    assert not gang.events("save_retry"), gang.text
+
+
+def test_a_slow_load_is_no_sign_of_death(job: Job) -> None:
+    """A rank that reads for longer than a silent one is waited for is heard all the while."""
+    slow = """
+import migrator.ranks
+import migrator.loading
+migrator.ranks.GONE_S = 1.5
+read = migrator.loading.read
+
+def slowly(*args):
+    time.sleep(4.0 if os.environ["RANK"] == "1" else 0.0)
+    return read(*args)
+
+migrator.loading.read = slowly
+"""
+    script = TINY.replace(
+        "make = dict\n",
+        "make = dict\n"
+        + slow.replace("migrator.", "ours.").replace(
+            "import ours.ranks\nimport ours.loading\n",
+            "import migrator.ranks, migrator.loading\nimport sys\nours = sys.modules['migrator']\n",
+        ),
+    )
+    finish(job.write(script).gang(2, EVERY="4"))
+    again = finish(job.write(script).gang(2))
+
+    assert len(again.events("loaded")) == 2, again.text

@@ -177,4 +177,6 @@ for epoch in range(sampler.epoch, EPOCHS):
 print("weights", digest(state_of(model), state_of(optimizer)))
 print("final", digest(state_of(model), state_of(optimizer), per_epoch.state_dict(), state, metrics, draws()))
 if SIZE > 1:
+    # Without it torch may hang: it joins gloo's thread while that one still lets go of the last tensor that was summed.
+    distributed.barrier()
     distributed.destroy_process_group()
