@@ -223,6 +223,7 @@ def test_how_often_a_save_is_made_is_what_rank_0_says(job: Job) -> None:
 
 
 SAVES = """
+time.sleep(0.3)
 print("saved", migrator.save_ckpt())
 """
 
@@ -235,10 +236,26 @@ def test_a_save_asked_for_comes_before_one_that_is_ordered_ahead(job: Job) -> No
     assert job.ckpts() == ["000001-000000000004"]
 
 
+SLOW_COMMIT = """
+from migrator.saving import Attempt
+commit = Attempt.commit
+
+def slowly(self):
+    time.sleep(0.3)
+    return commit(self)
+
+Attempt.commit = slowly
+"""
+
+
 def test_asked_for_by_all_and_gone_on_at_once(job: Job) -> None:
     """The order of a slower rank is no other save than the one a quicker rank has made its share of already."""
-    script = TINY.replace("# end\n", "time.sleep(0.5)\n").replace(
-        'state["step"] += 1', 'state["step"] += 1; migrator.save_ckpt(wait=False) if state["step"] == 5 else None'
+    script = (
+        TINY.replace("# end\n", "time.sleep(0.5)\n")
+        .replace("# watch\n", SLOW_COMMIT)
+        .replace(
+            'state["step"] += 1', 'state["step"] += 1; migrator.save_ckpt(wait=False) if state["step"] == 5 else None'
+        )
     )
     gang = finish(job.write(script).gang(2, STEPS="40"))
 
