@@ -280,7 +280,7 @@ class Ranks(threading.Thread):
         try:
             self.on_lines(fresh)
         except Exception as error:  # this thread must live on: the others wait for what it posts
-            log("store_lost", level=logging.ERROR, why=f"a line could not be taken in: {error!r}")
+            log("watch_weak", level=logging.WARNING, way="board", error=repr(error))
 
     def _exchange(self, out: list[Line]) -> list[Line]:
         store, fresh = self._store, []
