@@ -126,7 +126,8 @@ class Together:
                 if me.is_trained:
                     raise SaveFailed("the script ended before it reached a safe point")
                 raise NothingToSave
-            is_late = self._leaving.left_s < -_WINDOW_S and not (act is Act.SHARE or (act is Act.COMMIT and self._shop.writes))
+            is_writing = act is Act.SHARE or (act is Act.COMMIT and self._shop.writes)
+            is_late = self._leaving.left_s < -_WINDOW_S and not is_writing
             if act is Act.WAIT or failure is not None or is_late:
                 self._give_up_if_hopeless(me, view, failure)
                 self._ranks.wait(_TICK_S)
