@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-STEPS = 1500
+STEPS = 800
 STOPS = 5
 WARM_UP = 100
 
