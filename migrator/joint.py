@@ -20,6 +20,7 @@ from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
 from migrator.leaving import Leaving, Outcome
+from migrator.progress import Progress
 from migrator.ranks import Ranks
 from migrator.saver import FAILED_AGAIN_S, TICK_S, Saver, Ticket
 from migrator.saving import Attempt, GivenUp, Saved, Workshop, failed_text
@@ -252,8 +253,14 @@ class JointSaver(Saver):
                 raise Missed(why)
 
     def _attempt_of_all(self, capture: Capture, is_leaving: bool, members: tuple[int, ...]) -> Attempt:
+        news = self._leaving.news
+        progress = Progress("saving", grace_end_s=news.deadline_s if is_leaving and news is not None else None)
+
         def on_block(done: int, total: int) -> None:
             self._leaving.advanced_s = time.monotonic()
+            progress(done, total)
+            if done == total:
+                progress.close()
             if not is_leaving and self._leaving.news is not None:
                 self._weigh(done, total, capture.step)
 

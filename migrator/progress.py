@@ -59,5 +59,10 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away; another one comes if there is more."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
