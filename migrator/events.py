@@ -40,7 +40,7 @@ EVENTS = {
     "settled": "this rank cannot reach the step agreed on; it saves the one it is at, alone",
     "agreed_anew": "the step agreed on could not be saved; another one is agreed on",
     "share_taken_over": "a share that its rank did not write in time is written by another one",
-    "rank_lost": "a rank's own state is not in the ckpt: it did not answer in time",
+    "rank_lost": "a rank's own state is not in the ckpt: it did not answer in time, or had ended",
     "random_derived": "there is no random state for this rank in the ckpt; one was derived from another rank's",
     "epoch_repeated": "another number of ranks in mid-epoch of a loader without ElasticSampler; its epoch begins anew",
     # training

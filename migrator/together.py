@@ -376,8 +376,11 @@ class Together:
         raise SaveFailed("the ckpt that the ranks agreed on was there and is gone; who deletes on the volume?")
 
     def _name_who_is_missing(self, gathering: Gathering) -> None:
+        ended = {line.rank for line in self._ranks.lines("bye")}
         for rank in sorted(set(range(self._ranks.size)) - gathering.alike().keys()):
-            log("rank_lost", level=logging.WARNING, lost=rank, means="its random states and all that is its own")
+            why = "its script had ended" if rank in ended else "it did not answer in time"
+            what = "its random states and all that is its own"
+            log("rank_lost", level=logging.WARNING, lost=rank, means=what, why=why)
 
     def _tell_unlike(self, gathering: Gathering) -> None:
         unlike = gathering.unlike()
