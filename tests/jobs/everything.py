@@ -101,6 +101,11 @@ def make_loader(data, sampler):
     raise ValueError(kind)
 
 
+def tell(*words):
+    """In one piece: once all is saved the pod leaves at any place, between two words of a line as well."""
+    print(" ".join(map(str, words)))
+
+
 def hexed(value):
     return float(value).hex()
 
@@ -180,7 +185,7 @@ for epoch in range(sampler.epoch if is_elastic else state["epoch"], EPOCHS):
             right += (model(x).argmax(1) == y).sum().item()
     state["accuracies"].append(right)
     state["epoch"] = epoch + 1
-    print("evaluated", epoch, right, hexed(torch.rand(())), hexed(random.random()), hexed(np.random.randn()))
+    tell("evaluated", epoch, right, hexed(torch.rand(())), hexed(random.random()), hexed(np.random.randn()))
 
 digest = hashlib.sha256()
 for part in (model, optimizer, per_step, per_epoch, scaler):

@@ -65,6 +65,11 @@ def summed(number):
     return total.item()
 
 
+def tell(*words):
+    """In one piece: once all is saved the pod leaves at any place, between two words of a line as well."""
+    print(" ".join(map(str, words)))
+
+
 def hexed(value):
     return float(value).hex()
 
@@ -172,7 +177,7 @@ for epoch in range(sampler.epoch, EPOCHS):
             right += (wrapped(x).argmax(1) == y).sum().item()
     total = summed(right)
     metrics["right"].append((right, total))
-    print("evaluated", epoch, total, right, *draws())
+    tell("evaluated", epoch, total, right, *draws())
 
 print("weights", digest(state_of(model), state_of(optimizer)))
 print("final", digest(state_of(model), state_of(optimizer), per_epoch.state_dict(), state, metrics, draws()))
