@@ -326,7 +326,9 @@ def test_a_rank_that_raises_with_news_pending(job: Job, raising: int, place: str
     assert gang[raising].wait() == 143, gang.text
     assert saved in (step, 5 if place != "drawn" else 4), gang.text
     told = gang[raising].events("leaving")
-    assert [fields["ckpt"] for fields in told] in ([ckpt], ["None"]), gang.text
+    # A rank that cannot get to the step of the others may have saved the one before by itself; the higher one counts.
+    assert [fields["ckpt"] for fields in told] in [[name] for name in (*job.ckpts(), "None")], gang.text
+    assert ckpt == job.ckpts()[-1], gang.text
     assert_goes_on(job, 2, saved, digest_of(gang, 1 - raising, saved))
 
 
