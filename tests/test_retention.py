@@ -177,6 +177,16 @@ def test_what_is_being_written_is_not_swept(storage: LocalStorage) -> None:
     assert directories(storage) == [ckpt_name(1, step) for step in (10, 20, 30)]
 
 
+def test_what_another_rank_may_be_about_to_commit_is_not_swept(storage: LocalStorage) -> None:
+    """Leaving, two ranks may each save a step of their own; committed ones are retired all the same."""
+    life = live(storage)
+    old, newer = save(storage, 1, 10), write(storage, 1, 15).ckpt
+    newest = save(storage, 1, 20)
+
+    assert retire(storage, life, keep=1, sweeps=False) == [old]
+    assert directories(storage) == [newer, newest]
+
+
 def test_failures_are_told_and_not_raised(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

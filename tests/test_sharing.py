@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from migrator.capture import Capture
 from migrator.errors import CkptCorrupt
 from migrator.manifest import Manifest, own_name, part_name, seal
 from migrator.parts import PartRecord
+from migrator.saving import Attempt
 from migrator.sharing import Gathering, OnStorage, Plan, RankRecord
 from migrator.storage import LocalStorage
 
@@ -29,6 +32,16 @@ def part(name: str) -> PartRecord:
 
 
 # The plan.
+
+
+@pytest.mark.parametrize(("device", "members"), [("cpu", (1, 2)), ("meta", (1,))])
+def test_what_lies_on_a_device_is_not_shared_out(device: str, members: tuple[int, ...]) -> None:
+    """There is no digest of it, so nobody knows whether it is the same on all ranks: the lowest writes it."""
+    attempt: Any = object.__new__(Attempt)
+    attempt._same, attempt._tensors = {"model": ["w"]}, {"w": torch.zeros(4, device=device)}
+    attempt._members, attempt._capture = (1, 2), Capture(7, {}, {}, {}, None)
+
+    assert attempt._planned().members == members
 
 
 @given(SIZES, MEMBERS, BYTES, st.randoms(use_true_random=False))
