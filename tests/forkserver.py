@@ -122,7 +122,8 @@ def _become(request: dict[str, Any]) -> None:
     os.dup2(out, 2)
     sys.argv = request["argv"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # A line is one write, also where PYTHONUNBUFFERED makes one of each word: a thread's log line would cut it in two.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     time.sleep(request["delay_s"])  # a late start, in a process that its test can already kill
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -141,7 +141,8 @@ def add_next_ranks(story: RankStory, ranks: Gang | Sequence[str]) -> None:
 def assert_ranks_as_if_nothing_had_happened(story: RankStory, reference: RankStory) -> None:
     """Rank by rank, to the last bit. Only lives of as many ranks as the reference can be compared so."""
     for number, step in reference.steps.items():
-        assert story.steps.get(number) == step, f"step {number}:\n{story.text}"
+        found = story.steps.get(number)
+        assert found == step, f"step {number}: {found}, expected {step}; stopped at {story.resumed}\n{story.text}"
     assert story.steps == reference.steps
     assert story.evaluated == reference.evaluated
     assert story.final == reference.final

@@ -214,6 +214,36 @@ time.sleep(60)
     until(lambda: not any(map(is_running, pids)), "the ranks to end")
 
 
+def test_what_a_script_prints_is_not_cut_by_what_a_thread_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A line is read whole, also on machines that set PYTHONUNBUFFERED, where Python writes word by word."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    server = ForkServer(tmp_path)
+    job = Job(server, tmp_path)
+    try:
+        script = job.write(
+            """
+            import logging, threading
+            done = threading.Event()
+            def logs():
+                while not done.is_set():
+                    logging.warning("a line of its own")
+            thread = threading.Thread(target=logs)
+            thread.start()
+            for number in range(300):
+                print("a", "line", "of", number, "words")
+            done.set()
+            thread.join()
+            """
+        )
+        process = script.run()
+        assert process.wait() == 0, process.text
+        lines = [line for line in process.text.split("\n") if not line.startswith("WARNING:root:")]
+        assert lines == [*(f"a line of {number} words" for number in range(300)), ""]
+    finally:
+        job.end()
+        server.close()
+
+
 def test_a_free_port_is_free():
     """A port that is taken is not given."""
     with socket.socket() as taken:
