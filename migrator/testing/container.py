@@ -1,0 +1,234 @@
+"""One container: a process, what else runs beside it, and what they wrote.
+
+It is started through a shim of its own (`_shim.py`), so nothing outlives the
+tests, not even killed ones. Where the machine allows it the process is process 1
+of a PID namespace, as in a pod: the kernel then keeps signals from it that it has
+no handler for. Where it does not, SIGTERM is held back here by the same rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from migrator.testing.errors import StandInError
+
+_SHIM = Path(__file__).with_name("_shim.py")
+_START_S = 30.0
+"""Longer than a shim or a process takes to start on a machine that is very busy."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is to be run."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: Path
+
+
+@dataclass
+class Exec:
+    """A process beside the container's own: a hook."""
+
+    began_s: float
+    """On the monotonic clock, as all times here."""
+    out: Path
+    ended_s: float | None = None
+    code: int | None = None
+    """Its exit code; 128 and the number if a signal ended it."""
+    failed: str | None = None
+    """Why it could not be started."""
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def text(self) -> str:
+        """What it wrote."""
+        return _read(self.out)
+
+
+class Container:
+    """From its start to its end; it is not started twice."""
+
+    def __init__(self, command: Command, out: Path) -> None:
+        self._command = command
+        self.out = out
+        self.pid: int | None = None
+        """As the tests' side sees it; in its own namespace it is 1."""
+        self.is_pid_1 = False
+        self.began_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.status: int | None = None
+        """The exit code; negative: the signal that ended it."""
+        self.is_over = threading.Event()
+        self._execs: list[Exec] = []
+        self._answer: dict[str, Any] = {}
+        self._has_answer = threading.Event()
+        self._lock = threading.Lock()
+        self._shim: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, wants_pid_1: bool | None = None) -> None:
+        """Raises `StandInError` if there is no such program."""
+        if wants_pid_1 is None:
+            wants_pid_1 = isolation() is None
+        self._shim = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SHIM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"PATH": os.environ.get("PATH", os.defpath)},
+            # Ctrl-C in a terminal reaches the tests, and not what they run.
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, args=(self._shim,), daemon=True, name="container").start()
+        self.began_s = time.monotonic()
+        self._tell(start=self._said(self._command, self.out), wants_pid_1=wants_pid_1)
+        self._has_answer.wait(_START_S)
+        if "started" not in self._answer:
+            why = self._answer.get("failed", "its shim ended, or did not answer in time")
+            self.close()
+            raise StandInError(f"the container's process cannot be started: {why}")
+        self.pid, self.is_pid_1 = self._answer["started"], self._answer["is_pid_1"]
+
+    def exec(self, command: Command, out: Path) -> Exec:
+        """Start another process in the container, as kubelet starts a hook."""
+        out.touch()
+        found = Exec(time.monotonic(), out)
+        with self._lock:
+            self._execs.append(found)
+            number = len(self._execs) - 1
+        if self.is_over.is_set():
+            self._end_exec(found, failed="the container has ended")
+        else:
+            self._tell(exec=self._said(command, out), id=number)
+        return found
+
+    def terminate(self) -> bool:
+        """SIGTERM to process 1; False if it has no handler for it, and so does not hear it."""
+        hears = self._handles(signal.SIGTERM)
+        # In a namespace of its own the kernel keeps from process 1 what it has no handler for. Elsewhere it would die.
+        if hears or self.is_pid_1:
+            self._tell(signal=int(signal.SIGTERM))
+        return hears
+
+    def kill(self) -> None:
+        """SIGKILL to all processes of the container."""
+        self._tell(kill=True)
+
+    def kill_pid_1(self) -> None:
+        """SIGKILL to process 1; the others go with it."""
+        self._tell(signal=int(signal.SIGKILL))
+
+    @property
+    def text(self) -> str:
+        """What its processes wrote to stdout and stderr, hooks apart."""
+        return _read(self.out)
+
+    def close(self) -> None:
+        """Nothing of it is left when this returns. May be called twice."""
+        shim = self._shim
+        if shim is None or shim.stdin is None:
+            return
+        with self._lock:
+            if not shim.stdin.closed:
+                shim.stdin.close()
+        try:
+            shim.wait(_START_S)
+        except subprocess.TimeoutExpired:  # a process that the kernel cannot kill, for a while: hung storage
+            shim.kill()
+            shim.wait()
+        self.is_over.wait(1.0)
+
+    def _handles(self, number: int) -> bool:
+        """Process 1 has a handler; read from the kernel, since only it knows."""
+        try:
+            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        except OSError:  # it is ending this very moment
+            return False
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        return bool(caught >> (number - 1) & 1)
+
+    def _said(self, command: Command, out: Path) -> dict[str, Any]:
+        return {
+            "argv": list(command.argv),
+            "env": dict(command.env),
+            "cwd": str(command.cwd),
+            "out": str(out),
+        }
+
+    def _tell(self, **words: Any) -> None:
+        shim = self._shim
+        assert shim is not None
+        assert shim.stdin is not None
+        with self._lock:
+            if shim.stdin.closed:
+                return
+            try:
+                shim.stdin.write(json.dumps(words).encode() + b"\n")
+                shim.stdin.flush()
+            except BrokenPipeError:
+                return  # it has ended; the listener tells
+
+    def _listen(self, shim: subprocess.Popen[bytes]) -> None:
+        assert shim.stdout is not None
+        with shim.stdout:
+            for line in shim.stdout:
+                words = json.loads(line)
+                if "started" in words or "failed" in words:
+                    self._answer = words
+                    self._has_answer.set()
+                elif "ended" in words:
+                    self._end(os.waitstatus_to_exitcode(words["ended"]))
+                elif "exec_ended" in words:
+                    code = os.waitstatus_to_exitcode(words["status"])
+                    self._end_exec(self._execs[words["exec_ended"]], code=code if code >= 0 else 128 - code)
+                elif "exec_failed" in words:
+                    self._end_exec(self._execs[words["exec_failed"]], failed=words["why"])
+        # Told by nobody: the shim itself was ended, and with it all that it ran.
+        self._has_answer.set()
+        if self.status is None:
+            self._end(-int(signal.SIGKILL))
+        for one in self._execs:
+            if not one.is_over.is_set():
+                self._end_exec(one, code=128 + signal.SIGKILL)
+
+    def _end(self, status: int) -> None:
+        self.status, self.ended_s = status, time.monotonic()
+        self.is_over.set()
+
+    def _end_exec(self, one: Exec, *, code: int | None = None, failed: str | None = None) -> None:
+        one.code, one.failed, one.ended_s = code, failed, time.monotonic()
+        one.is_over.set()
+
+
+@functools.cache
+def isolation() -> str | None:
+    """None: a container's process is process 1 of a PID namespace. Otherwise why it cannot be on this machine."""
+    out = Path(os.devnull)
+    probe = Container(Command(["true"], dict(os.environ), Path("/")), out)
+    try:
+        probe.start(wants_pid_1=True)
+    except StandInError as error:
+        return str(error)
+    else:
+        # A machine may allow the namespace and refuse its /proc, which hooks look into.
+        probe.is_over.wait(_START_S)
+        return None if probe.status == 0 else f"the probe ended with {probe.status}"
+    finally:
+        probe.close()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""

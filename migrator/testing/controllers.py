@@ -1,0 +1,255 @@
+"""What starts pods again: a Job, and the operator of a PyTorchJob.
+
+A Job gives each pod a name of its own, so it makes the replacement as soon as a
+pod is to be deleted: the new one starts while the old one still saves. A
+PyTorchJob's pods have fixed names, so each is made again when the old one is gone.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from migrator.testing.errors import StandInError
+from migrator.testing.pod import WAIT_S, Pod, Stop
+from migrator.testing.spec import PodSpec
+
+Read = Callable[[Mapping[str, Any]], PodSpec]
+Make = Callable[..., Pod]
+_RETRYABLE_FROM = 128
+"""`ExitCode`: what a signal ended is started again, an error of the script is not."""
+
+
+class Controller:
+    """Made by `Kubelet.apply`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pods: list[Pod] = []
+        """All pods so far, in the order in which they were made."""
+        self.is_complete = False
+        self.failed: str | None = None
+        """Why it is given up."""
+        self._is_deleted = False
+        self._changed = threading.Condition(threading.RLock())
+
+    def start(self) -> None:
+        """Make the first pods."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Until it is complete. If it fails, an error that has what its pods wrote."""
+        with self._changed:
+            is_over = self._changed.wait_for(lambda: self.is_complete or self.failed is not None, timeout_s)
+        if self.is_complete:
+            return
+        why = self.failed if is_over else f"it is not complete after {timeout_s:.0f} s"
+        stories = "\n".join(f"--- {pod.name}: {pod.stops}\n{pod.log}" for pod in self.pods)
+        raise StandInError(f"job {self.name}: {why}\n{stories}")
+
+    def delete(self, *, grace_s: float | None = None) -> list[Stop]:
+        """As `kubectl delete -f`: all pods go, none is made again. How those that ran have ended."""
+        with self._changed:
+            self._is_deleted = True
+            running = [pod for pod in self.pods if not pod.is_over.is_set()]
+        stops: dict[int, Stop] = {}
+
+        def one(number: int, pod: Pod) -> None:
+            stops[number] = pod.delete(grace_s=grace_s)
+
+        threads = [threading.Thread(target=one, args=pair, daemon=True) for pair in enumerate(running)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if len(stops) != len(running):
+            raise StandInError(f"job {self.name}: not all pods ended: {[pod.name for pod in running]}")
+        return [stops[number] for number in range(len(running))]
+
+    def _add(self, pod: Pod) -> None:
+        with self._changed:
+            self.pods.append(pod)
+            self._changed.notify_all()
+        pod.start()
+
+    def _conclude(self, *, failed: str | None = None) -> None:
+        with self._changed:
+            self.is_complete, self.failed = failed is None, failed
+            self._changed.notify_all()
+
+
+class Job(Controller):
+    """A batch/v1 Job of one pod at a time."""
+
+    def __init__(self, name: str, spec: Mapping[str, Any], read: Read, make: Make) -> None:
+        super().__init__(name)
+        for key in ("completions", "parallelism"):
+            if spec.get(key, 1) != 1:
+                raise StandInError(f"Job {name}: {key} is {spec[key]}; Jobs of one pod at a time are run here")
+        self._template = read((spec.get("template") or {}).get("spec") or {})
+        if self._template.restart_policy == "Always":
+            raise StandInError(f"Job {name}: restartPolicy Always is not allowed in a Job; take Never or OnFailure")
+        self._make = make
+        self._backoff_limit = int(spec.get("backoffLimit", 6))
+        self._at_once = spec.get("podReplacementPolicy", "TerminatingOrFailed") == "TerminatingOrFailed"
+        self._ignores_disruption = _ignores_disruption(spec)
+        self._failures = 0
+        self._replaced: set[str] = set()
+
+    @property
+    def pod(self) -> Pod:
+        """The newest one."""
+        with self._changed:
+            return self.pods[-1]
+
+    def wait_for_pod(self, number: int, timeout_s: float = WAIT_S) -> Pod:
+        """The pod of this number, from 1, as soon as there is one."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.pods) >= number, timeout_s):
+                raise StandInError(f"job {self.name} has {len(self.pods)} pods, expected {number}")
+            return self.pods[number - 1]
+
+    def start(self) -> None:
+        name = f"{self.name}-{len(self.pods) + 1:05d}"
+        self._add(self._make(name, self._template, on_delete=self._on_delete, on_end=self._on_end))
+
+    def _on_delete(self, pod: Pod) -> None:
+        if self._at_once:
+            self._replace(pod)
+
+    def _on_end(self, pod: Pod) -> None:
+        stop = pod.stops[-1] if pod.stops else None
+        if stop is not None and stop.exit_code == 0:
+            # Also if it was deleted: whoever leaves with 0 has told that there is nothing more to do.
+            self._conclude()
+            return
+        if not (pod.is_deleted and self._ignores_disruption):
+            self._failures += 1
+        if self._failures > self._backoff_limit and not self._is_deleted:
+            self._conclude(failed=f"more than {self._backoff_limit} pods failed (backoffLimit)")
+            return
+        self._replace(pod)
+
+    def _replace(self, pod: Pod) -> None:
+        with self._changed:
+            if self._is_deleted or self.is_complete or self.failed is not None or pod.name in self._replaced:
+                return
+            self._replaced.add(pod.name)
+        self.start()
+
+
+class PyTorchJob(Controller):
+    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator gives them."""
+
+    def __init__(
+        self, name: str, spec: Mapping[str, Any], read: Read, make: Make, *, workers: int | None = None
+    ) -> None:
+        super().__init__(name)
+        self._make = make
+        replicas = spec.get("pytorchReplicaSpecs") or {}
+        if set(replicas) - {"Master", "Worker"} or "Master" not in replicas:
+            raise StandInError(f"PyTorchJob {name}: found replicas {', '.join(replicas)}; expected Master and Worker")
+        if replicas["Master"].get("replicas", 1) != 1:
+            raise StandInError(f"PyTorchJob {name}: a PyTorchJob has one Master")
+        self._templates: dict[str, PodSpec] = {}
+        self._policies: dict[str, str] = {}
+        for kind, replica in replicas.items():
+            policy = str(replica.get("restartPolicy", "Never"))
+            template = dict((replica.get("template") or {}).get("spec") or {})
+            # The operator starts pods again itself, unless kubelet is to do it in place.
+            template["restartPolicy"] = policy if policy in ("Always", "OnFailure") else "Never"
+            self._templates[kind], self._policies[kind] = read(template), policy
+        count = 0 if "Worker" not in replicas else int(replicas["Worker"].get("replicas", 1))
+        count = count if workers is None else workers
+        if count and "Worker" not in self._templates:
+            raise StandInError(f"PyTorchJob {name} has no Worker to make {count} of")
+        self._ranks = [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count))]
+        self._per_node = str(spec.get("nprocPerNode", "1"))
+        self._round = 0
+        """How often the job has begun: all pods of a round meet at one port."""
+        self._rounds: dict[str, int] = {}
+        self._ports: dict[int, int] = {}
+
+    @property
+    def master(self) -> Pod:
+        """The newest pod of rank 0."""
+        return self.rank(0)
+
+    @property
+    def workers(self) -> list[Pod]:
+        """The newest pods of the others."""
+        return [self.rank(number) for number in range(1, len(self._ranks))]
+
+    def rank(self, number: int) -> Pod:
+        """The newest pod of this rank (of this node, under torchrun)."""
+        with self._changed:
+            return next(pod for pod in reversed(self.pods) if pod.name == self._ranks[number])
+
+    def wait_for_round(self, number: int, timeout_s: float = WAIT_S) -> list[Pod]:
+        """The newest pods of all ranks, as soon as each was made this often."""
+        with self._changed:
+            names = [pod.name for pod in self.pods]
+            if not self._changed.wait_for(lambda: self._is_round(number), timeout_s):
+                raise StandInError(f"job {self.name}: not all pods were made {number} times: {names}")
+            return [self.rank(rank) for rank in range(len(self._ranks))]
+
+    def _is_round(self, number: int) -> bool:
+        names = [pod.name for pod in self.pods]
+        return self.failed is not None or all(names.count(name) >= number for name in self._ranks)
+
+    def start(self) -> None:
+        for name in self._ranks:
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        with self._changed:
+            number = self._rounds[name] = self._rounds.get(name, -1) + 1
+            port = self._ports.setdefault(number, _free_port())
+        kind = "Master" if name == self._ranks[0] else "Worker"
+        size, rank = str(len(self._ranks)), str(self._ranks.index(name))
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": size,
+            "RANK": rank,
+            "PYTHONUNBUFFERED": "1",
+            "PET_NNODES": size,
+            "PET_NODE_RANK": rank,
+            "PET_NPROC_PER_NODE": self._per_node,
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+        }
+        self._add(self._make(name, self._templates[kind], late_env=lambda: env, on_end=self._on_end))
+
+    def _on_end(self, pod: Pod) -> None:
+        kind = "Master" if pod.name == self._ranks[0] else "Worker"
+        code = pod.stops[-1].exit_code if pod.stops else 128
+        if code == 0:
+            if kind == "Master" and not self._is_deleted:
+                self._conclude()
+            return
+        policy = self._policies[kind]
+        may = pod.is_deleted or policy in ("Always", "OnFailure") or (policy == "ExitCode" and code >= _RETRYABLE_FROM)
+        with self._changed:
+            if self._is_deleted or self.is_complete or self.failed is not None:
+                return
+        if not may:
+            self._conclude(failed=f"{pod.name} ended with {code}, which restartPolicy {policy} does not start again")
+            return
+        self._begin(pod.name)
+
+
+def _ignores_disruption(spec: Mapping[str, Any]) -> bool:
+    """A `podFailurePolicy` does not count pods that were deleted from outside."""
+    for rule in (spec.get("podFailurePolicy") or {}).get("rules") or []:
+        if rule.get("action") == "Ignore":
+            return any(one.get("type") == "DisruptionTarget" for one in rule.get("onPodConditions") or [])
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,209 @@
+"""The stand-in kubelet: starts pods from yaml or plain arguments, and ends all of them with the test."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import migrator.hooks
+from migrator.testing.controllers import Controller, Job, PyTorchJob
+from migrator.testing.errors import StandInError
+from migrator.testing.pod import Pod
+from migrator.testing.spec import DEFAULT_GRACE_S, ContainerSpec, Mount, PodSpec, Reader, documents
+
+HOOKS = "/hooks"
+"""Where the image has the hooks: `python -m migrator.hooks /hooks`."""
+PRE_STOP = ("sh", f"{HOOKS}/preStop.sh")
+POST_START = ("sh", f"{HOOKS}/postStart.sh")
+CKPTS = "/ckpts"
+
+Source = str | Path | Mapping[str, Any]
+Started = TypeVar("Started", bound=Controller)
+
+
+class Kubelet:
+    """All pods of one test, with volumes that outlive them, in one directory.
+
+    `image` says which directories stand for paths of the image: `{"/app": "examples"}`. The hooks of this package
+    stand for `/hooks` unless told otherwise.
+    """
+
+    def __init__(self, directory: str | Path, *, image: Mapping[str, str | Path] | None = None) -> None:
+        self.directory = Path(directory).resolve()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.pods: list[Pod] = []
+        """All that were ever started here."""
+        self._image = {HOOKS: Path(migrator.hooks.__file__).parent, **_directories(image or {})}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def __enter__(self) -> Kubelet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def volume(self, claim: str) -> Path:
+        """The directory of a claim; all pods that mount it see the same files."""
+        host = re.sub(r"^host:/*", "host/", claim)
+        path = self.directory / "volumes" / host
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        name: str = "pod",
+        env: Mapping[str, str] | None = None,
+        volumes: Mapping[str, str | Path] | None = None,
+        pre_stop: Sequence[str] | None = PRE_STOP,
+        post_start: Sequence[str] | None = None,
+        grace_s: float = DEFAULT_GRACE_S,
+        restart_policy: str = "Never",
+        cwd: str | Path | None = None,
+    ) -> Pod:
+        """One pod from plain arguments, as the README has it: ckpts on a claim, our preStop.
+
+        `volumes` names a claim or a directory for each path; `{"/ckpts": "ckpts"}` unless given.
+        """
+        volumes = {CKPTS: "ckpts"} if volumes is None else volumes
+        given = {path: Path(place).resolve() for path, place in volumes.items() if isinstance(place, Path)}
+        claims = {path: str(place) for path, place in volumes.items() if path not in given}
+        usual = {"MIGRATOR_GRACE_S": f"{grace_s:g}", **({"MIGRATOR_CKPT": CKPTS} if CKPTS in volumes else {})}
+        spec = PodSpec(
+            container=ContainerSpec(
+                name="main",
+                argv=tuple(map(str, argv)),
+                env={**usual, **(env or {})},
+                pre_stop=None if pre_stop is None else tuple(pre_stop),
+                post_start=None if post_start is None else tuple(post_start),
+                mounts=tuple(Mount(path.rstrip("/"), path) for path in claims),
+                working_dir=None if cwd is None else str(Path(cwd).resolve()),
+            ),
+            grace_s=grace_s,
+            restart_policy=restart_policy,
+            claims=claims,
+        )
+        pod = self._pod(name, spec, paths={**self._image, **given})
+        pod.start()
+        return pod
+
+    def apply(
+        self,
+        source: Source,
+        *,
+        image: Mapping[str, str | Path] | None = None,
+        env: Mapping[str, str] | None = None,
+        args: Sequence[str] | None = None,
+        grace_s: float | None = None,
+        volumes: Mapping[str, str | Path] | None = None,
+        container: str | None = None,
+        workers: int | None = None,
+    ) -> Any:
+        """As `kubectl apply -f`: a `Pod`, a `Job` or a `PyTorchJob`; of a yaml file, the one document that is one.
+
+        `env` is added to the container's, `args` and `grace_s` take the place of the yaml's (`MIGRATOR_GRACE_S`
+        goes with it), `volumes` gives directories for volumes by their name, `workers` another number of replicas.
+        """
+        known = {"Pod": self._apply_pod, "Job": self._apply_job, "PyTorchJob": self._apply_pytorchjob}
+        found = [one for one in documents(source) if one.get("kind") in known]
+        if len(found) != 1:
+            kinds = [str(one.get("kind")) for one in documents(source)]
+            raise StandInError(f"{source} has {', '.join(kinds)}; expected one {', '.join(known)}")
+        document = found[0]
+        given = _directories(volumes or {})
+
+        def read(spec: Mapping[str, Any]) -> PodSpec:
+            reader = Reader(f"{document['kind']} {_name(document)}")
+            pod = reader.pod(spec, container=container, given=given)
+            reader.check()
+            assert pod is not None
+            return _changed(pod, args=args, grace_s=grace_s)
+
+        def make(name: str, spec: PodSpec, **more: Any) -> Pod:
+            paths = {**self._image, **_directories(image or {})}
+            return self._pod(name, spec, paths=paths, env=env or {}, given=given, **more)
+
+        return known[document["kind"]](document, read, make, workers)
+
+    def _apply_pod(self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], _: object) -> Pod:
+        pod = make(_name(document), read(document.get("spec") or {}))
+        pod.start()
+        return pod
+
+    def _apply_job(self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], _: object) -> Job:
+        return self._started(Job(_name(document), document.get("spec") or {}, read, make))
+
+    def _apply_pytorchjob(
+        self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], workers: int | None
+    ) -> PyTorchJob:
+        return self._started(PyTorchJob(_name(document), document.get("spec") or {}, read, make, workers=workers))
+
+    def _started(self, controller: Started) -> Started:
+        controller.start()
+        return controller
+
+    def _pod(
+        self,
+        name: str,
+        spec: PodSpec,
+        *,
+        paths: Mapping[str, Path],
+        env: Mapping[str, str] | None = None,
+        given: Mapping[str, Path] | None = None,
+        **more: Any,
+    ) -> Pod:
+        def volume(claim: str) -> Path:
+            return (given or {}).get(claim) or self.volume(claim)
+
+        with self._lock:
+            if self._is_closed:
+                raise StandInError(f"pod {name}: the kubelet is closed")
+            directory = self.directory / "pods" / f"{len(self.pods) + 1:02d}-{name}"
+            pod = Pod(name, spec, directory, paths=paths, volume=volume, env=env or {}, **more)
+            self.pods.append(pod)
+        return pod
+
+    def lose_node(self) -> None:
+        """All pods at once, without a hook, as when the machine is gone."""
+        for pod in list(self.pods):
+            if not pod.is_over.is_set():
+                pod.lose()
+
+    def close(self) -> None:
+        """Nothing that was started here runs any more when this returns. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+        for pod in list(self.pods):
+            pod.close()
+
+
+def _changed(spec: PodSpec, *, args: Sequence[str] | None, grace_s: float | None) -> PodSpec:
+    container = spec.container
+    if args is not None:
+        container = replace(container, argv=(*container.command, *args))
+    if grace_s is not None:
+        container = replace(container, env={**container.env, "MIGRATOR_GRACE_S": f"{grace_s:g}"})
+        spec = replace(spec, grace_s=grace_s)
+    return replace(spec, container=container)
+
+
+def _directories(paths: Mapping[str, str | Path]) -> dict[str, Path]:
+    found = {path.rstrip("/"): Path(place).resolve() for path, place in paths.items()}
+    for path, place in found.items():
+        if not place.exists():
+            raise StandInError(f"{place}, which is to stand for {path}, does not exist")
+    return found
+
+
+def _name(document: Mapping[str, Any]) -> str:
+    metadata = document.get("metadata") or {}
+    return str(metadata.get("name") or metadata.get("generateName", "pod-").rstrip("-"))

@@ -1,0 +1,477 @@
+"""One pod, from its start to its end, as kubelet treats it.
+
+    delete   preStop inside the grace -> SIGTERM to process 1 -> SIGKILL at the end of the grace
+             (2 s later if the hook used it up)
+    in place a container that ends is started again in the same pod, if the policy says so: its own
+             files are new, the pod's emptyDirs are not
+
+A thread of its own starts the containers and sees them end; what a test asks
+for (`delete`, `crash`, ...) happens in the thread that asks. All waits have a
+deadline, and say what they waited for and what the pod wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from migrator.testing.container import Command, Container, Exec
+from migrator.testing.errors import StandInError
+from migrator.testing.spec import ContainerSpec, PodSpec, expand, replacer
+
+WAIT_S = 60.0
+"""No wait is longer unless the test says so."""
+MIN_GRACE_S = 2.0
+"""A hook that used up the grace leaves the container this, as kubelet does."""
+_MESSAGE_AT_MOST = 4096
+_FALLBACK_AT_MOST = 2048
+TERMINATION_LOG = "/dev/termination-log"
+RUN_DIRECTORY = "/tmp/migrator"
+"""Where the signal file lies by default: in the container's own file system, which is new for each container."""
+
+
+@dataclass(frozen=True)
+class HookRun:
+    """One run of a hook."""
+
+    name: str
+    code: int | None
+    """Its exit code; 137 if it ended with the container; None if it could not be started."""
+    text: str
+    """What it wrote, or why it could not be started."""
+    began_s: float
+    """Since the stop began."""
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """How a container ended. Times are seconds since its end was asked for; where nobody asked, since it ended."""
+
+    exit_code: int
+    """128 and the number if a signal ended it."""
+    reason: str
+    """`Completed`, `Error`, `OOMKilled`, `NodeLost` or `StartError`."""
+    hooks: tuple[HookRun, ...] = ()
+    term_s: float | None = None
+    """When SIGTERM was sent; None: it was not."""
+    is_term_heard: bool = False
+    """Process 1 had a handler for it. Without one it hears nothing: the kernel spares process 1."""
+    kill_s: float | None = None
+    """When SIGKILL was sent."""
+    took_s: float = 0.0
+    message: str = ""
+    """What the container left for kubelet, the termination message."""
+
+    @property
+    def hook(self) -> HookRun:
+        """The one run of preStop."""
+        if len(self.hooks) != 1:
+            raise StandInError(f"preStop ran {len(self.hooks)} times, not once")
+        return self.hooks[0]
+
+
+@dataclass
+class _Stopping:
+    """An end that was asked for, as it goes on; moments of the monotonic clock."""
+
+    start_s: float
+    runs: list[Exec] = field(default_factory=list)
+    term_s: float | None = None
+    is_term_heard: bool = False
+    kill_s: float | None = None
+
+
+class Pod:
+    """Made by a `Kubelet`."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: PodSpec,
+        directory: Path,
+        *,
+        paths: Mapping[str, Path],
+        volume: Callable[[str], Path],
+        env: Mapping[str, str],
+        late_env: Callable[[], Mapping[str, str]] = dict,
+        on_delete: Callable[[Pod], None] = lambda pod: None,
+        on_end: Callable[[Pod], None] = lambda pod: None,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.directory = directory
+        self.containers: list[Container] = []
+        """One for each start, the newest last."""
+        self.stops: list[Stop] = []
+        """How each of them ended."""
+        self.is_deleted = False
+        self.is_over = threading.Event()
+        self._paths = dict(paths)
+        self._volume = volume
+        self._env = dict(env)
+        self._late_env = late_env
+        self._on_delete = on_delete
+        self._on_end = on_end
+        self._why: str | None = None
+        self._stopping: _Stopping | None = None
+        self._changed = threading.Condition()
+        self._hooks: list[tuple[str, Exec]] = []
+        directory.mkdir(parents=True)
+        self._thread = threading.Thread(target=self._live, daemon=True, name=f"pod {name}")
+
+    # What a test sees.
+
+    @property
+    def container(self) -> Container:
+        """The one that runs, or ran last."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.containers or self.is_over.is_set(), WAIT_S):
+                raise StandInError(f"pod {self.name}: no container within {WAIT_S:.0f} s")
+            if not self.containers:
+                raise StandInError(f"pod {self.name} ended before its container was started: {self.stops[-1]}")
+            return self.containers[-1]
+
+    @property
+    def restarts(self) -> int:
+        """How often the container was started again in place."""
+        return max(0, len(self.containers) - 1)
+
+    @property
+    def log(self) -> str:
+        """What the containers wrote, one after the other."""
+        return "".join(container.text for container in list(self.containers))
+
+    def path(self, path: str) -> Path:
+        """Where a path of the container lies on this machine: `pod.path("/ckpts/preStop.log")`."""
+        return Path(self._place(len(self.containers) or 1, self.spec.container)(path))
+
+    def wait_for_log(self, pattern: str, timeout_s: float = WAIT_S, *, count: int = 1) -> re.Match[str]:
+        """Until lines that the pod writes match, `count` of them; the last of them."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            is_over = self.is_over.is_set()
+            found = list(re.finditer(pattern, self.log, re.MULTILINE))
+            if len(found) >= count:
+                return found[count - 1]
+            if is_over or time.monotonic() > end_s:
+                why = "it has ended" if is_over else f"{timeout_s:.0f} s are over"
+                raise StandInError(
+                    f"pod {self.name} wrote {pattern!r} {len(found)} times, expected {count}: {why}\n{self._story()}"
+                )
+            time.sleep(0.005)
+
+    def wait(self, timeout_s: float = WAIT_S) -> Stop:
+        """Until the pod is over; how its last container ended."""
+        if not self.is_over.wait(timeout_s):
+            raise StandInError(f"pod {self.name} still runs after {timeout_s:.0f} s\n{self._story()}")
+        return self.stops[-1]
+
+    # What a test does.
+
+    def delete(
+        self, *, grace_s: float | None = None, hooks: int = 1, at_once: bool = False, timeout_s: float | None = None
+    ) -> Stop:
+        """As `kubectl delete pod`: the pod leaves and is not started again in place.
+
+        `grace_s` beats the pod's own; 0 kills at once, without a hook. `hooks=2` runs preStop twice, as kubelet
+        may after a restart of its own, one after the other or `at_once`.
+        """
+        with self._changed:
+            is_first, self.is_deleted = not self.is_deleted, True
+        grace_s = self.spec.grace_s if grace_s is None else grace_s
+        if is_first:
+            # A controller makes the replacement as soon as it sees that the pod is to go.
+            self._on_delete(self)
+            self._stop(grace_s, hooks=hooks, at_once=at_once)
+        elif grace_s <= 0 and self.containers:
+            self.containers[-1].kill()
+        return self.wait(grace_s + MIN_GRACE_S + WAIT_S if timeout_s is None else timeout_s)
+
+    def fail_liveness(self, *, grace_s: float | None = None) -> Stop:
+        """As after failed liveness probes: stopped like a deleted pod, then started again in place."""
+        number = len(self.containers)
+        self._stop(self.spec.grace_s if grace_s is None else grace_s)
+        return self._stop_of(number)
+
+    def crash(self) -> Stop:
+        """Process 1 ends by SIGKILL, and the container with it. No hook, no SIGTERM."""
+        return self._kill("Error")
+
+    def oom(self) -> Stop:
+        """As when the container's memory is used up: SIGKILL to all its processes."""
+        return self._kill("OOMKilled")
+
+    def lose(self) -> Stop:
+        """As when the node is gone: all at once, no hook, and with it the emptyDirs."""
+        with self._changed:
+            self.is_deleted = True
+        self._on_delete(self)
+        return self._kill("NodeLost")
+
+    def close(self) -> None:
+        """Nothing of it is left when this returns. May be called twice."""
+        with self._changed:
+            self.is_deleted = True
+        if self._thread.ident is None:
+            return
+        while not self.is_over.wait(0.05):
+            if self.containers:
+                self.containers[-1].kill()
+        self._thread.join(WAIT_S)
+        for container in self.containers:
+            container.close()
+
+    # How kubelet does it.
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._thread.start()
+
+    def _live(self) -> None:
+        try:
+            if self._prepare():
+                while self._run_once():
+                    pass
+        except StandInError as error:
+            self.stops.append(Stop(128, "StartError", message=str(error)))
+        finally:
+            if self._why == "NodeLost":
+                self._drop_empty_dirs()
+            self._on_end(self)
+            with self._changed:
+                self.is_over.set()
+                self._changed.notify_all()
+
+    def _prepare(self) -> bool:
+        """The init containers, one after the other."""
+        for number, init in enumerate(self.spec.init):
+            command = self._command(0, init)
+            container = Container(command, self.directory / f"init-{number}.txt")
+            container.start()
+            while not container.is_over.wait(0.02):
+                if self.is_deleted:
+                    container.kill()
+            container.close()
+            if container.status != 0:
+                self.stops.append(
+                    Stop(_code(container), "Error", message=f"init container {init.name}: {container.text}")
+                )
+                return False
+        return not self.is_deleted
+
+    def _run_once(self) -> bool:
+        """One container from start to end; True if another one is to follow it."""
+        number = len(self.containers) + 1
+        termination = self._termination_log(number)
+        termination.touch()
+        container = Container(self._command(number, self.spec.container), self.directory / f"output-{number}.txt")
+        container.start()
+        with self._changed:
+            self.containers.append(container)
+            self._changed.notify_all()
+            if self.is_deleted and self._stopping is None:
+                container.kill()  # deleted before there was anything to stop
+        if self.spec.container.post_start is not None:
+            self._post_start(container)
+        container.is_over.wait()
+        with self._changed:
+            self._changed.notify_all()
+        stop = self._ended(container, termination)
+        container.close()
+        policy = self.spec.restart_policy
+        with self._changed:
+            self.stops.append(stop)
+            self._changed.notify_all()
+            return not self.is_deleted and (policy == "Always" or (policy == "OnFailure" and stop.exit_code != 0))
+
+    def _post_start(self, container: Container) -> None:
+        """Beside the container's process, in no order with it. If it fails the container is killed."""
+        hook = self._exec("postStart", container)
+        while not hook.is_over.wait(0.02):
+            if container.is_over.is_set():
+                return
+        if hook.code != 0 and not container.is_over.is_set():
+            container.kill()
+
+    def _stop(self, grace_s: float, *, hooks: int = 1, at_once: bool = False) -> None:
+        """preStop, SIGTERM, SIGKILL. Returns when the container has ended."""
+        if not self.containers and not self.is_over.is_set():
+            return  # it is being prepared, or killed as soon as it has started
+        container, start_s = self.containers[-1], time.monotonic()
+        stopping = _Stopping(start_s)
+        runs = stopping.runs
+        with self._changed:
+            self._stopping = stopping
+        if container.is_over.is_set():
+            return
+        if grace_s <= 0:
+            stopping.kill_s = time.monotonic()
+            container.kill()
+        else:
+            if self.spec.container.pre_stop is not None:
+                for _ in range(hooks):
+                    runs.append(self._exec("preStop", container))
+                    if not at_once:
+                        _wait_for(runs[-1:], start_s + grace_s)
+                _wait_for(runs, start_s + grace_s)
+            left_s = max(MIN_GRACE_S, start_s + grace_s - time.monotonic())
+            if not container.is_over.is_set():
+                stopping.term_s = time.monotonic()
+                stopping.is_term_heard = container.terminate()
+            if not container.is_over.wait(left_s):
+                stopping.kill_s = time.monotonic()
+                container.kill()
+        container.is_over.wait()
+
+    def _kill(self, why: str) -> Stop:
+        container, number = self.container, len(self.containers)
+        with self._changed:
+            self._why = why
+            self._stopping = _Stopping(time.monotonic(), kill_s=time.monotonic())
+        if why == "Error":
+            container.kill_pid_1()
+        else:
+            container.kill()
+        return self._stop_of(number)
+
+    def _stop_of(self, number: int) -> Stop:
+        """How the container of this number, from 1, ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.stops) >= number, WAIT_S):
+                raise StandInError(f"pod {self.name}: container {number} still runs\n{self._story()}")
+            return self.stops[number - 1]
+
+    def _ended(self, container: Container, termination: Path) -> Stop:
+        with self._changed:
+            stopping, self._stopping = self._stopping, None
+            why, self._why = self._why, self._why if self._why == "NodeLost" else None
+        code = _code(container)
+        assert container.ended_s is not None
+        stopping = stopping or _Stopping(container.ended_s)
+        start_s = stopping.start_s
+        _wait_for(stopping.runs, time.monotonic() + WAIT_S)  # a hook ends with the container at the latest
+        return Stop(
+            exit_code=code,
+            reason=why or ("Completed" if code == 0 else "Error"),
+            hooks=tuple(_told("preStop", run, start_s) for run in stopping.runs),
+            term_s=_since(start_s, stopping.term_s),
+            is_term_heard=stopping.is_term_heard,
+            kill_s=_since(start_s, stopping.kill_s),
+            took_s=max(0.0, container.ended_s - start_s),
+            message=self._message(container, termination, code),
+        )
+
+    def _message(self, container: Container, termination: Path, code: int) -> str:
+        text = termination.read_bytes()[:_MESSAGE_AT_MOST].decode(errors="replace")
+        if not text and code != 0 and self.spec.container.falls_back_to_logs:
+            text = "\n".join(container.text.splitlines()[-80:])[-_FALLBACK_AT_MOST:]
+        return text.strip()
+
+    def _exec(self, name: str, container: Container) -> Exec:
+        spec, number = self.spec.container, len(self.containers) or 1
+        argv = spec.pre_stop if name == "preStop" else spec.post_start
+        assert argv is not None
+        place, command = self._place(number, spec), self._command(number, spec)
+        out = self.directory / f"{name}-{number}-{len(self._hooks) + 1}.txt"
+        hook = container.exec(Command([place(word) for word in argv], command.env, command.cwd), out)
+        self._hooks.append((name, hook))
+        return hook
+
+    # Files and variables.
+
+    def _own(self, number: int) -> Path:
+        """The file system of one container."""
+        return self.directory / f"container-{number}"
+
+    def _termination_log(self, number: int) -> Path:
+        return self.directory / f"termination-{number}.txt"
+
+    def empty_dir(self, name: str) -> Path:
+        """The directory of one of the pod's emptyDirs."""
+        return self.directory / "empty-dirs" / name
+
+    def _drop_empty_dirs(self) -> None:
+        import shutil
+
+        shutil.rmtree(self.directory / "empty-dirs", ignore_errors=True)
+
+    def _place(self, number: int, spec: ContainerSpec) -> Callable[[str], str]:
+        """Paths of this container -> directories here."""
+        paths = {
+            **self._paths,
+            RUN_DIRECTORY: self._own(number) / "run",
+            TERMINATION_LOG: self._termination_log(number),
+        }
+        for mount in spec.mounts:
+            if mount.volume in self.spec.empty_dirs:
+                base = self.empty_dir(mount.volume)
+            else:
+                base = self._volume(dict(self.spec.claims).get(mount.volume, mount.volume))
+            paths[mount.path] = base / mount.sub_path if mount.sub_path else base
+            paths[mount.path].mkdir(parents=True, exist_ok=True)
+        return replacer(paths)
+
+    def _command(self, number: int, spec: ContainerSpec) -> Command:
+        place, own = self._place(number, spec), self._own(number)
+        (own / "run").mkdir(parents=True, exist_ok=True)
+        env = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+            "HOME": str(own),
+            "HOSTNAME": self.name,
+            # Pods have an address of their own each; here all are this machine's, and the only network is loopback.
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TP_SOCKET_IFNAME": "lo",
+            "MIGRATOR_TERMINATION_LOG": str(self._termination_log(number)),
+        }
+        fields = {
+            "metadata.name": self.name,
+            "metadata.namespace": "default",
+            "status.podIP": "127.0.0.1",
+            "status.hostIP": "127.0.0.1",
+            "spec.nodeName": "stand-in",
+        }
+        wanted = {name: fields.get(path, "") for name, path in spec.fields}
+        for name, value in {**spec.env, **wanted, **self._late_env(), **self._env}.items():
+            env[name] = expand(value, env)
+        env = {name: place(value) if name not in ("PATH", "HOME") else value for name, value in env.items()}
+        if not {"MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH"} & env.keys():
+            env["MIGRATOR_SIGNAL"] = str(own / "run" / "signal")
+        cwd = Path(place(spec.working_dir)) if spec.working_dir else own
+        if not cwd.is_dir():
+            raise StandInError(f"the working directory {cwd} of container {spec.name} is not there")
+        return Command([place(expand(word, env)) for word in spec.argv], env, cwd)
+
+    def _story(self) -> str:
+        hooks = [
+            f"{name} {hook.code if hook.failed is None else hook.failed}: {hook.text.strip()}"
+            for name, hook in self._hooks
+        ]
+        return "\n".join([*map(str, self.stops), *hooks, self.log])
+
+
+def _code(container: Container) -> int:
+    status = container.status
+    assert status is not None
+    return status if status >= 0 else 128 - status
+
+
+def _since(start_s: float, moment_s: float | None) -> float | None:
+    return None if moment_s is None else moment_s - start_s
+
+
+def _wait_for(runs: Sequence[Exec], end_s: float) -> None:
+    for run in runs:
+        run.is_over.wait(max(0.0, end_s - time.monotonic()))
+
+
+def _told(name: str, run: Exec, start_s: float) -> HookRun:
+    took_s = (run.ended_s or time.monotonic()) - run.began_s
+    text = run.failed if run.failed is not None else run.text
+    return HookRun(name, run.code, text, run.began_s - start_s, took_s)

@@ -1,0 +1,239 @@
+"""What a pod is to be, read from its yaml.
+
+Only what changes how a training process starts, is stopped and starts again is
+read; images, resources and the like are passed over. What would change it and
+cannot be done here (a second container, a hook by HTTP) is refused by name, all
+at once, rather than left out.
+
+There is no image: programs and files are those of this machine. A path of the
+image or of a mount stands for a directory here, and is replaced in the command,
+its arguments, the environment and the hooks. A path that the script itself
+contains is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from migrator.testing.errors import StandInError
+
+DEFAULT_GRACE_S = 30.0
+_OURS = {"emptyDir", "persistentVolumeClaim", "hostPath"}
+_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where a volume appears in the container."""
+
+    path: str
+    volume: str
+    sub_path: str = ""
+
+
+@dataclass(frozen=True)
+class ContainerSpec:
+    """One container of a pod."""
+
+    name: str
+    argv: tuple[str, ...]
+    """Command and arguments."""
+    env: Mapping[str, str]
+    pre_stop: tuple[str, ...] | None = None
+    post_start: tuple[str, ...] | None = None
+    mounts: tuple[Mount, ...] = ()
+    working_dir: str | None = None
+    fields: tuple[tuple[str, str], ...] = ()
+    """Variables that take their value from the pod: (variable, field path)."""
+    command: tuple[str, ...] = ()
+    """The command without its arguments."""
+    falls_back_to_logs: bool = False
+    """An empty termination message is filled with the end of the output, if the container failed."""
+
+
+@dataclass(frozen=True)
+class PodSpec:
+    """A pod, or the template of one."""
+
+    container: ContainerSpec
+    init: tuple[ContainerSpec, ...] = ()
+    grace_s: float = DEFAULT_GRACE_S
+    restart_policy: str = "Always"
+    claims: Mapping[str, str] = ()  # type: ignore[assignment]
+    """Volume name -> claim, or `host:PATH`."""
+    empty_dirs: frozenset[str] = frozenset()
+
+
+class Reader:
+    """Collects what is wrong, so that all of it can be told at once."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.wrong: list[str] = []
+
+    def check(self) -> None:
+        if self.wrong:
+            raise StandInError("\n  ".join([f"{self._what} cannot be run here:", *self.wrong]))
+
+    def pod(
+        self, spec: Mapping[str, Any], *, container: str | None = None, given: Mapping[str, Path] = {}
+    ) -> PodSpec | None:
+        """The pod of this `spec:`; None if something is wrong."""
+        main = self._main(spec.get("containers") or [], container)
+        claims, empty_dirs = self._volumes(spec.get("volumes") or [], given)
+        known = {*claims, *empty_dirs, *given}
+        init = [self._container(one, known) for one in spec.get("initContainers") or []]
+        read = self._container(main, known) if main else None
+        grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
+        if not isinstance(grace, int | float) or isinstance(grace, bool) or grace < 0:
+            self.wrong.append(f"terminationGracePeriodSeconds is {grace!r}; expected a number of seconds, 0 or more")
+            grace = DEFAULT_GRACE_S
+        policy = spec.get("restartPolicy", "Always")
+        if policy not in ("Always", "OnFailure", "Never"):
+            self.wrong.append(f"restartPolicy is {policy!r}; expected Always, OnFailure or Never")
+        if read is None or self.wrong:
+            return None
+        return PodSpec(
+            container=read,
+            init=tuple(one for one in init if one is not None),
+            grace_s=float(grace),
+            restart_policy=policy,
+            claims=claims,
+            empty_dirs=frozenset(empty_dirs),
+        )
+
+    def _main(self, containers: Sequence[Mapping[str, Any]], wanted: str | None) -> Mapping[str, Any] | None:
+        names = [str(one.get("name")) for one in containers]
+        if wanted is not None:
+            if wanted not in names:
+                self.wrong.append(f"there is no container {wanted!r}; there are: {', '.join(names)}")
+                return None
+            return containers[names.index(wanted)]
+        if len(containers) != 1:
+            self.wrong.append(
+                f"the pod has {len(containers)} containers ({', '.join(names)}) and one is run here; "
+                "say which: container=NAME"
+            )
+            return None
+        return containers[0]
+
+    def _volumes(
+        self, volumes: Sequence[Mapping[str, Any]], given: Mapping[str, Path]
+    ) -> tuple[dict[str, str], set[str]]:
+        claims, empty_dirs = {}, set()
+        for volume in volumes:
+            name = str(volume.get("name"))
+            kind = next((key for key in volume if key != "name"), "nothing")
+            if name in given:
+                continue
+            if kind not in _OURS:
+                self.wrong.append(f"volume {name!r} is a {kind}; give a directory for it: volumes={{{name!r}: PATH}}")
+            elif kind == "emptyDir":
+                empty_dirs.add(name)
+            elif kind == "persistentVolumeClaim":
+                claims[name] = str(volume[kind].get("claimName"))
+            else:
+                claims[name] = f"host:{volume[kind].get('path')}"
+        return claims, empty_dirs
+
+    def _container(self, spec: Mapping[str, Any], volumes: set[str]) -> ContainerSpec | None:
+        name = str(spec.get("name"))
+        command = [*(spec.get("command") or []), *(spec.get("args") or [])]
+        if not spec.get("command"):
+            self.wrong.append(f"container {name!r} has no command, and there is no image here that has one")
+        for key in ("envFrom", "volumeDevices"):
+            if spec.get(key):
+                self.wrong.append(f"container {name!r}: {key} is not read here; give the values by env=")
+        env, fields = self._env(name, spec.get("env") or [])
+        mounts = []
+        for mount in spec.get("volumeMounts") or []:
+            if mount.get("name") not in volumes:
+                self.wrong.append(
+                    f"container {name!r} mounts the volume {mount.get('name')!r}, which the pod does not have"
+                )
+            mounts.append(
+                Mount(str(mount.get("mountPath")).rstrip("/"), str(mount.get("name")), mount.get("subPath", ""))
+            )
+        lifecycle = spec.get("lifecycle") or {}
+        hooks = {key: self._hook(name, key, lifecycle.get(key)) for key in ("preStop", "postStart")}
+        return ContainerSpec(
+            name=name,
+            argv=tuple(map(str, command)),
+            env=env,
+            pre_stop=hooks["preStop"],
+            post_start=hooks["postStart"],
+            mounts=tuple(mounts),
+            working_dir=spec.get("workingDir"),
+            fields=tuple(fields),
+            command=tuple(map(str, spec.get("command") or [])),
+            falls_back_to_logs=spec.get("terminationMessagePolicy") == "FallbackToLogsOnError",
+        )
+
+    def _env(self, name: str, variables: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+        env: dict[str, str] = {}
+        fields = []
+        for variable in variables:
+            key, source = str(variable.get("name")), variable.get("valueFrom")
+            if source is None:
+                value = variable.get("value", "")
+                if not isinstance(value, str):
+                    self.wrong.append(f"container {name!r}: the value of {key} is {value!r}; Kubernetes wants a string")
+                env[key] = str(value)
+            elif "fieldRef" in source:
+                env[key] = ""
+                fields.append((key, str(source["fieldRef"].get("fieldPath"))))
+            else:
+                self.wrong.append(f"container {name!r}: {key} comes from a {next(iter(source))}; give it by env=")
+        return env, fields
+
+    def _hook(self, name: str, key: str, hook: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+        if not hook:
+            return None
+        if "sleep" in hook:
+            return ("sleep", str(hook["sleep"].get("seconds")))
+        if "exec" not in hook or not hook["exec"].get("command"):
+            self.wrong.append(f"container {name!r}: {key} is no exec; only commands and sleep are run here")
+            return None
+        return tuple(map(str, hook["exec"]["command"]))
+
+
+def documents(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a yaml file holds, or the one document that was given."""
+    if isinstance(source, Mapping):
+        return [dict(source)]
+    try:
+        import yaml
+    except ImportError:
+        raise StandInError(f"reading {source} takes PyYAML: pip install 'migrator[testing]'") from None
+    path = Path(source)
+    try:
+        found = [one for one in yaml.safe_load_all(path.read_text()) if one is not None]
+    except OSError as error:
+        raise StandInError(f"{path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise StandInError(f"{path} is no yaml: {error}") from error
+    if not all(isinstance(one, dict) and "kind" in one for one in found) or not found:
+        raise StandInError(f"{path} has no document with a kind; expected a Pod, a Job or a PyTorchJob")
+    return found
+
+
+def expand(text: str, env: Mapping[str, str]) -> str:
+    """`$(NAME)` as Kubernetes does it: `$$` is a dollar, a name that is not set stays as it is."""
+
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else env.get(match[1], match[0])
+
+    return _REFERENCE.sub(value, text)
+
+
+def replacer(paths: Mapping[str, Path]) -> Callable[[str], str]:
+    """What puts directories of this machine in the place of the container's paths, longest first."""
+    if not paths:
+        return lambda text: text
+    names = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
+    pattern = re.compile(rf"(?<![\w./$-])({names})(?![\w.-])")
+    return lambda text: pattern.sub(lambda match: str(paths[match[1]]), text)
