@@ -168,6 +168,7 @@ class Job:
 
     def write(self, body: str) -> Job:
         """The training script: Python text."""
+        self.script = self.directory / "train.py"  # never over one of the repository
         self.script.write_text(textwrap.dedent(body))
         return self
 
