@@ -2,9 +2,10 @@
 
     make demo
 
-First one process (examples/plain.py): undisturbed, and stopped by the pod's own preStop hook, then by SIGTERM
-alone. Then several ranks (examples/ddp.py), each in a pod of its own, of which only one hears that it must leave:
-two, undisturbed; two, stopped and resumed; and, from the same stop, resumed as three, stopped again, ended as one.
+The pods are those of migrator.testing: real processes, ended as kubelet ends them. First one process
+(examples/plain.py): undisturbed, and stopped by the pod's own preStop hook, then by SIGTERM alone. Then several ranks
+(examples/ddp.py), each in a pod of its own, of which only one hears that it must leave: two, undisturbed; two, stopped
+and resumed; and, from the same stop, resumed as three, stopped again, ended as one.
 Prints what was saved and lost, and draws both loss curves of the one process over each other.
 """
 
@@ -14,18 +15,22 @@ from pathlib import Path
 
 from pods import Life, same_losses, same_weights, samples, steps
 
+from migrator.testing import Kubelet
+
 OUT = Path("demo-out").resolve()
 SAMPLES = 1500
 
 
-def train(name: str, volume: Path, *, ranks: int, epochs: int) -> None:
+def train(kubelet: Kubelet, name: str, volume: Path, *, ranks: int, epochs: int) -> None:
     print(f"training {name} ...", flush=True)
-    Life(name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs).wait_for_end()
+    Life(kubelet, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs).wait_for_end()
 
 
-def stop(name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod: int = 0, hook: bool) -> dict:
+def stop(
+    kubelet: Kubelet, name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod: int = 0, hook: bool
+) -> dict:
     print(f"training {name}, to be stopped in mid-epoch ...", flush=True)
-    life = Life(name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs)
+    life = Life(kubelet, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs)
     life.wait_for_step(at_step)
     row = life.delete(pod, hook=hook)
     if samples(volume)[-1].total() % SAMPLES == 0:
@@ -33,24 +38,24 @@ def stop(name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod:
     return row
 
 
-def one_process(rows: list[dict], checks: list[dict]) -> None:
+def one_process(kubelet: Kubelet, rows: list[dict], checks: list[dict]) -> None:
     whole, stopped, how = OUT / "undisturbed", OUT / "stopped", {"ranks": 0, "epochs": 5}
-    train("one process without a stop", whole, **how)
-    rows.append(stop("one process", stopped, at_step=70, hook=True, **how))
-    rows.append(stop("one process again", stopped, at_step=170, hook=False, **how))
-    train("one process to the end", stopped, **how)
+    train(kubelet, "one process without a stop", whole, **how)
+    rows.append(stop(kubelet, "one process", stopped, at_step=70, hook=True, **how))
+    rows.append(stop(kubelet, "one process again", stopped, at_step=170, hook=False, **how))
+    train(kubelet, "one process to the end", stopped, **how)
     checks.append(check("1, 1, 1", stopped, whole, epochs=5))
 
 
-def several_ranks(rows: list[dict], checks: list[dict]) -> None:
+def several_ranks(kubelet: Kubelet, rows: list[dict], checks: list[dict]) -> None:
     whole, stopped, elsewhere = OUT / "undisturbed-ranks", OUT / "stopped-ranks", OUT / "stopped-ranks-2-3-1"
-    train("two ranks without a stop", whole, ranks=2, epochs=3)
-    rows.append(stop("two ranks", stopped, at_step=30, ranks=2, epochs=3, pod=1, hook=True))
+    train(kubelet, "two ranks without a stop", whole, ranks=2, epochs=3)
+    rows.append(stop(kubelet, "two ranks", stopped, at_step=30, ranks=2, epochs=3, pod=1, hook=True))
     shutil.copytree(stopped, elsewhere)
-    train("two ranks to the end", stopped, ranks=2, epochs=3)
+    train(kubelet, "two ranks to the end", stopped, ranks=2, epochs=3)
     checks.append(check("2, 2", stopped, whole, epochs=3))
-    rows.append(stop("three ranks from there", elsewhere, at_step=50, ranks=3, epochs=3, hook=False))
-    train("one rank to the end", elsewhere, ranks=1, epochs=3)
+    rows.append(stop(kubelet, "three ranks from there", elsewhere, at_step=50, ranks=3, epochs=3, hook=False))
+    train(kubelet, "one rank to the end", elsewhere, ranks=1, epochs=3)
     checks.append(check("2, 3, 1", elsewhere, None, epochs=3))
 
 
@@ -102,8 +107,9 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     rows: list[dict] = []
     checks: list[dict] = []
-    one_process(rows, checks)
-    several_ranks(rows, checks)
+    with Kubelet(OUT) as kubelet:  # ends whatever still runs, however this is left
+        one_process(kubelet, rows, checks)
+        several_ranks(kubelet, rows, checks)
     show(rows)
     show(checks)
     print(f"\npicture of both loss curves  {draw([row['saved step'] for row in rows[:2]]).relative_to(Path.cwd())}")

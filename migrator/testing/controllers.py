@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class Controller:
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Until it is complete. If it fails, an error that has what its pods wrote."""
         with self._changed:
-            is_over = self._changed.wait_for(lambda: self.is_complete or self.failed is not None, timeout_s)
+            is_over = self._changed.wait_for(self._is_over, timeout_s)
         if self.is_complete:
             return
         why = self.failed if is_over else f"it is not complete after {timeout_s:.0f} s"
@@ -68,11 +69,22 @@ class Controller:
             raise StandInError(f"job {self.name}: not all pods ended: {[pod.name for pod in running]}")
         return [stops[number] for number in range(len(running))]
 
+    def close(self) -> None:
+        """No pod is made any more."""
+        with self._changed:
+            self._is_deleted = True
+
     def _add(self, pod: Pod) -> None:
         with self._changed:
             self.pods.append(pod)
             self._changed.notify_all()
         pod.start()
+
+    def _is_over(self) -> bool:
+        return self.is_complete or self.failed is not None
+
+    def _why_not(self) -> str:
+        return self.failed or ("it is complete" if self.is_complete else "it still runs")
 
     def _conclude(self, *, failed: str | None = None) -> None:
         with self._changed:
@@ -94,7 +106,7 @@ class Job(Controller):
         self._make = make
         self._backoff_limit = int(spec.get("backoffLimit", 6))
         self._at_once = spec.get("podReplacementPolicy", "TerminatingOrFailed") == "TerminatingOrFailed"
-        self._ignores_disruption = _ignores_disruption(spec)
+        self._rules = (spec.get("podFailurePolicy") or {}).get("rules") or []
         self._failures = 0
         self._replaced: set[str] = set()
 
@@ -107,8 +119,9 @@ class Job(Controller):
     def wait_for_pod(self, number: int, timeout_s: float = WAIT_S) -> Pod:
         """The pod of this number, from 1, as soon as there is one."""
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self.pods) >= number, timeout_s):
-                raise StandInError(f"job {self.name} has {len(self.pods)} pods, expected {number}")
+            self._changed.wait_for(lambda: len(self.pods) >= number or self._is_over(), timeout_s)
+            if len(self.pods) < number:
+                raise StandInError(f"job {self.name} has {len(self.pods)} pods, expected {number}: {self._why_not()}")
             return self.pods[number - 1]
 
     def start(self) -> None:
@@ -125,8 +138,11 @@ class Job(Controller):
             # Also if it was deleted: whoever leaves with 0 has told that there is nothing more to do.
             self._conclude()
             return
-        if not (pod.is_deleted and self._ignores_disruption):
-            self._failures += 1
+        action = next((str(rule.get("action")) for rule in self._rules if _is_meant(rule, pod)), "Count")
+        if action == "FailJob" and not self._is_deleted:
+            self._conclude(failed=f"{pod.name} ended in a way that podFailurePolicy does not start again: {stop}")
+            return
+        self._failures += action == "Count"
         if self._failures > self._backoff_limit and not self._is_deleted:
             self._conclude(failed=f"more than {self._backoff_limit} pods failed (backoffLimit)")
             return
@@ -137,11 +153,15 @@ class Job(Controller):
             if self._is_deleted or self.is_complete or self.failed is not None or pod.name in self._replaced:
                 return
             self._replaced.add(pod.name)
-        self.start()
+            self.start()
 
 
 class PyTorchJob(Controller):
-    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator gives them."""
+    """A kubeflow.org/v1 PyTorchJob: a master and workers, or elastic workers alone, with the operator's variables.
+
+    All starts of one number, a container's first, second and so on, meet at one port. Pods of a cluster have addresses
+    of their own instead, so that no rank of a new life finds the store of the last one.
+    """
 
     def __init__(
         self, name: str, spec: Mapping[str, Any], read: Read, make: Make, *, workers: int | None = None
@@ -149,10 +169,13 @@ class PyTorchJob(Controller):
         super().__init__(name)
         self._make = make
         replicas = spec.get("pytorchReplicaSpecs") or {}
-        if set(replicas) - {"Master", "Worker"} or "Master" not in replicas:
-            raise StandInError(f"PyTorchJob {name}: found replicas {', '.join(replicas)}; expected Master and Worker")
-        if replicas["Master"].get("replicas", 1) != 1:
-            raise StandInError(f"PyTorchJob {name}: a PyTorchJob has one Master")
+        self._elastic = spec.get("elasticPolicy")
+        chief = "Master" if self._elastic is None else "Worker"
+        if set(replicas) - {"Master", "Worker"} or chief not in replicas:
+            found = ", ".join(replicas) or "none"
+            raise StandInError(
+                f"PyTorchJob {name}: found replicas {found}; expected Master and Worker, or, elastic, Worker"
+            )
         self._templates: dict[str, PodSpec] = {}
         self._policies: dict[str, str] = {}
         for kind, replica in replicas.items():
@@ -161,15 +184,15 @@ class PyTorchJob(Controller):
             # The operator starts pods again itself, unless kubelet is to do it in place.
             template["restartPolicy"] = policy if policy in ("Always", "OnFailure") else "Never"
             self._templates[kind], self._policies[kind] = read(template), policy
-        count = 0 if "Worker" not in replicas else int(replicas["Worker"].get("replicas", 1))
-        count = count if workers is None else workers
-        if count and "Worker" not in self._templates:
-            raise StandInError(f"PyTorchJob {name} has no Worker to make {count} of")
-        self._ranks = [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count))]
+        counts = {kind: int(replica.get("replicas", 1)) for kind, replica in replicas.items()}
+        if counts.get("Master", 1) != 1:
+            raise StandInError(f"PyTorchJob {name}: it has {counts['Master']} Masters, expected one")
+        if workers is not None and "Worker" not in replicas:
+            raise StandInError(f"PyTorchJob {name} has no Worker to make {workers} of")
+        count = counts.get("Worker", 0) if workers is None else workers
+        masters = [f"{name}-master-0"] if "Master" in replicas else []
+        self._ranks = [*masters, *(f"{name}-worker-{number}" for number in range(count))]
         self._per_node = str(spec.get("nprocPerNode", "1"))
-        self._round = 0
-        """How often the job has begun: all pods of a round meet at one port."""
-        self._rounds: dict[str, int] = {}
         self._ports: dict[int, int] = {}
 
     @property
@@ -187,66 +210,88 @@ class PyTorchJob(Controller):
         with self._changed:
             return next(pod for pod in reversed(self.pods) if pod.name == self._ranks[number])
 
-    def wait_for_round(self, number: int, timeout_s: float = WAIT_S) -> list[Pod]:
-        """The newest pods of all ranks, as soon as each was made this often."""
-        with self._changed:
-            names = [pod.name for pod in self.pods]
-            if not self._changed.wait_for(lambda: self._is_round(number), timeout_s):
-                raise StandInError(f"job {self.name}: not all pods were made {number} times: {names}")
-            return [self.rank(rank) for rank in range(len(self._ranks))]
-
-    def _is_round(self, number: int) -> bool:
-        names = [pod.name for pod in self.pods]
-        return self.failed is not None or all(names.count(name) >= number for name in self._ranks)
+    def wait_for_start(self, number: int, timeout_s: float = WAIT_S) -> list[Pod]:
+        """The newest pods of all ranks, as soon as each has been started this often, in place or as another pod."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                starts = {name: sum(len(p.containers) for p in self.pods if p.name == name) for name in self._ranks}
+                if all(count >= number for count in starts.values()):
+                    return [self.rank(rank) for rank in range(len(self._ranks))]
+            if time.monotonic() > end_s or self.failed is not None:
+                raise StandInError(
+                    f"job {self.name}: not all were started {number} times: {starts}; {self.failed or ''}"
+                )
+            time.sleep(0.01)
 
     def start(self) -> None:
         for name in self._ranks:
             self._begin(name)
 
     def _begin(self, name: str) -> None:
+        # In place or as another pod: each container of this name is one start more.
+        before = sum(len(pod.containers) for pod in self.pods if pod.name == name)
+
+        def env(container: int) -> Mapping[str, str]:
+            return self._variables(name, before + container)
+
+        template = self._templates["Master" if "-master-" in name else "Worker"]
+        self._add(self._make(name, template, late_env=env, on_end=self._on_end))
+
+    def _variables(self, name: str, start: int) -> Mapping[str, str]:
+        """What the operator gives to this pod, for the start of this number."""
         with self._changed:
-            number = self._rounds[name] = self._rounds.get(name, -1) + 1
-            port = self._ports.setdefault(number, _free_port())
-        kind = "Master" if name == self._ranks[0] else "Worker"
+            # Elastic pods find one another at one address for good: they come and go alone.
+            port = str(self._ports.setdefault(start if self._elastic is None else 0, _free_port()))
         size, rank = str(len(self._ranks)), str(self._ranks.index(name))
-        env = {
+        if self._elastic is not None:
+            least, most = self._elastic.get("minReplicas", size), self._elastic.get("maxReplicas", size)
+            return {
+                "PYTHONUNBUFFERED": "1",
+                "PET_RDZV_BACKEND": str(self._elastic.get("rdzvBackend", "c10d")),
+                "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+                "PET_RDZV_ID": self.name,
+                "PET_NNODES": f"{least}:{most}",
+                "PET_NPROC_PER_NODE": str(self._elastic.get("nProcPerNode", self._per_node)),
+            }
+        return {
+            "PYTHONUNBUFFERED": "1",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": port,
             "WORLD_SIZE": size,
             "RANK": rank,
-            "PYTHONUNBUFFERED": "1",
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": port,
             "PET_NNODES": size,
             "PET_NODE_RANK": rank,
             "PET_NPROC_PER_NODE": self._per_node,
-            "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port),
         }
-        self._add(self._make(name, self._templates[kind], late_env=lambda: env, on_end=self._on_end))
 
     def _on_end(self, pod: Pod) -> None:
-        kind = "Master" if pod.name == self._ranks[0] else "Worker"
+        kind = "Master" if "-master-" in pod.name else "Worker"
         code = pod.stops[-1].exit_code if pod.stops else 128
         if code == 0:
-            if kind == "Master" and not self._is_deleted:
-                self._conclude()
+            if pod.name == self._ranks[0] and not self._is_deleted:
+                self._conclude()  # the master's end is the job's; without one, the first worker's
             return
         policy = self._policies[kind]
         may = pod.is_deleted or policy in ("Always", "OnFailure") or (policy == "ExitCode" and code >= _RETRYABLE_FROM)
         with self._changed:
             if self._is_deleted or self.is_complete or self.failed is not None:
                 return
-        if not may:
-            self._conclude(failed=f"{pod.name} ended with {code}, which restartPolicy {policy} does not start again")
-            return
-        self._begin(pod.name)
+            if may:
+                self._begin(pod.name)
+            else:
+                self._conclude(failed=f"{pod.name} ended with {code}, and restartPolicy {policy} leaves it at that")
 
 
-def _ignores_disruption(spec: Mapping[str, Any]) -> bool:
-    """A `podFailurePolicy` does not count pods that were deleted from outside."""
-    for rule in (spec.get("podFailurePolicy") or {}).get("rules") or []:
-        if rule.get("action") == "Ignore":
-            return any(one.get("type") == "DisruptionTarget" for one in rule.get("onPodConditions") or [])
-    return False
+def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
+    """This rule of a `podFailurePolicy` is for how the pod ended."""
+    codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions") or []
+    if codes and pod.stops:
+        is_named = codes.get("containerName") in (None, pod.spec.container.name)
+        return is_named and (pod.stops[-1].exit_code in codes["values"]) == (codes["operator"] == "In")
+    return pod.is_disrupted and any(one.get("type") == "DisruptionTarget" for one in conditions)
 
 
 def _free_port() -> int:

@@ -39,6 +39,7 @@ class Kubelet:
         self.pods: list[Pod] = []
         """All that were ever started here."""
         self._image = {HOOKS: Path(migrator.hooks.__file__).parent, **_directories(image or {})}
+        self._controllers: list[Controller] = []
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -74,7 +75,7 @@ class Kubelet:
 
         `volumes` names a claim or a directory for each path; `{"/ckpts": "ckpts"}` unless given.
         """
-        volumes = {CKPTS: "ckpts"} if volumes is None else volumes
+        volumes = {CKPTS: "ckpts"} if volumes is None else {path.rstrip("/"): to for path, to in volumes.items()}
         given = {path: Path(place).resolve() for path, place in volumes.items() if isinstance(place, Path)}
         claims = {path: str(place) for path, place in volumes.items() if path not in given}
         usual = {"MIGRATOR_GRACE_S": f"{grace_s:g}", **({"MIGRATOR_CKPT": CKPTS} if CKPTS in volumes else {})}
@@ -85,7 +86,7 @@ class Kubelet:
                 env={**usual, **(env or {})},
                 pre_stop=None if pre_stop is None else tuple(pre_stop),
                 post_start=None if post_start is None else tuple(post_start),
-                mounts=tuple(Mount(path.rstrip("/"), path) for path in claims),
+                mounts=tuple(Mount(path, path) for path in claims),
                 working_dir=None if cwd is None else str(Path(cwd).resolve()),
             ),
             grace_s=grace_s,
@@ -148,6 +149,7 @@ class Kubelet:
         return self._started(PyTorchJob(_name(document), document.get("spec") or {}, read, make, workers=workers))
 
     def _started(self, controller: Started) -> Started:
+        self._controllers.append(controller)
         controller.start()
         return controller
 
@@ -180,6 +182,9 @@ class Kubelet:
 
     def close(self) -> None:
         """Nothing that was started here runs any more when this returns. May be called twice."""
+        # First those that would make another pod for each that ends now.
+        for controller in list(self._controllers):
+            controller.close()
         with self._lock:
             self._is_closed = True
         for pod in list(self.pods):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -100,7 +101,7 @@ class Pod:
         paths: Mapping[str, Path],
         volume: Callable[[str], Path],
         env: Mapping[str, str],
-        late_env: Callable[[], Mapping[str, str]] = dict,
+        late_env: Callable[[int], Mapping[str, str]] = lambda number: {},
         on_delete: Callable[[Pod], None] = lambda pod: None,
         on_end: Callable[[Pod], None] = lambda pod: None,
     ) -> None:
@@ -112,6 +113,8 @@ class Pod:
         self.stops: list[Stop] = []
         """How each of them ended."""
         self.is_deleted = False
+        self.is_disrupted = False
+        """It was taken away by the cluster, not by whoever owns it: the condition `DisruptionTarget`."""
         self.is_over = threading.Event()
         self._paths = dict(paths)
         self._volume = volume
@@ -130,9 +133,9 @@ class Pod:
 
     @property
     def container(self) -> Container:
-        """The one that runs, or ran last."""
+        """The one that runs, or ran last. One that is being started, for the first time or again, is waited for."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.containers or self.is_over.is_set(), WAIT_S):
+            if not self._changed.wait_for(lambda: self.is_over.is_set() or self._is_running(), WAIT_S):
                 raise StandInError(f"pod {self.name}: no container within {WAIT_S:.0f} s")
             if not self.containers:
                 raise StandInError(f"pod {self.name} ended before its container was started: {self.stops[-1]}")
@@ -190,15 +193,23 @@ class Pod:
             # A controller makes the replacement as soon as it sees that the pod is to go.
             self._on_delete(self)
             self._stop(grace_s, hooks=hooks, at_once=at_once)
-        elif grace_s <= 0 and self.containers:
-            self.containers[-1].kill()
+        elif grace_s <= 0:
+            with self._changed:
+                if self._stopping is not None:
+                    self._stopping.kill_s = time.monotonic()
+                    self.containers[-1].kill()
         return self.wait(grace_s + MIN_GRACE_S + WAIT_S if timeout_s is None else timeout_s)
+
+    def evict(self, *, grace_s: float | None = None) -> Stop:
+        """As `kubectl drain`, or a pod of higher priority: deleted, and the cluster says that it was its own doing."""
+        self.is_disrupted = True
+        return self.delete(grace_s=grace_s)
 
     def fail_liveness(self, *, grace_s: float | None = None) -> Stop:
         """As after failed liveness probes: stopped like a deleted pod, then started again in place."""
-        number = len(self.containers)
+        container = self.container
         self._stop(self.spec.grace_s if grace_s is None else grace_s)
-        return self._stop_of(number)
+        return self._stop_of(container)
 
     def crash(self) -> Stop:
         """Process 1 ends by SIGKILL, and the container with it. No hook, no SIGTERM."""
@@ -211,9 +222,11 @@ class Pod:
     def lose(self) -> Stop:
         """As when the node is gone: all at once, no hook, and with it the emptyDirs."""
         with self._changed:
-            self.is_deleted = True
+            self.is_deleted = self.is_disrupted = True
+            self._why = "NodeLost"
+            is_started = bool(self.containers)
         self._on_delete(self)
-        return self._kill("NodeLost")
+        return self._kill("NodeLost") if is_started else self.wait()
 
     def close(self) -> None:
         """Nothing of it is left when this returns. May be called twice."""
@@ -237,17 +250,22 @@ class Pod:
     def _live(self) -> None:
         try:
             if self._prepare():
-                while self._run_once():
+                while self._run_once() and not self.is_deleted:
                     pass
         except StandInError as error:
             self.stops.append(Stop(128, "StartError", message=str(error)))
         finally:
             if self._why == "NodeLost":
                 self._drop_empty_dirs()
-            self._on_end(self)
-            with self._changed:
-                self.is_over.set()
-                self._changed.notify_all()
+            try:
+                self._on_end(self)
+            finally:
+                with self._changed:
+                    self.is_over.set()
+                    self._changed.notify_all()
+
+    def _is_running(self) -> bool:
+        return bool(self.containers) and not self.containers[-1].is_over.is_set()
 
     def _prepare(self) -> bool:
         """The init containers, one after the other."""
@@ -264,7 +282,10 @@ class Pod:
                     Stop(_code(container), "Error", message=f"init container {init.name}: {container.text}")
                 )
                 return False
-        return not self.is_deleted
+        if self.is_deleted:
+            self.stops.append(Stop(128 + signal.SIGKILL, "Error", message="deleted before its container was started"))
+            return False
+        return True
 
     def _run_once(self) -> bool:
         """One container from start to end; True if another one is to follow it."""
@@ -302,15 +323,12 @@ class Pod:
 
     def _stop(self, grace_s: float, *, hooks: int = 1, at_once: bool = False) -> None:
         """preStop, SIGTERM, SIGKILL. Returns when the container has ended."""
-        if not self.containers and not self.is_over.is_set():
-            return  # it is being prepared, or killed as soon as it has started
-        container, start_s = self.containers[-1], time.monotonic()
-        stopping = _Stopping(start_s)
-        runs = stopping.runs
         with self._changed:
-            self._stopping = stopping
-        if container.is_over.is_set():
-            return
+            if not self._is_running():
+                return  # it is being prepared, or started again: then it is killed as soon as it has started
+            container, start_s = self.containers[-1], time.monotonic()
+            stopping = self._stopping = _Stopping(start_s)
+            runs = stopping.runs
         if grace_s <= 0:
             stopping.kill_s = time.monotonic()
             container.kill()
@@ -331,19 +349,22 @@ class Pod:
         container.is_over.wait()
 
     def _kill(self, why: str) -> Stop:
-        container, number = self.container, len(self.containers)
+        container = self.container
         with self._changed:
-            self._why = why
-            self._stopping = _Stopping(time.monotonic(), kill_s=time.monotonic())
+            if not container.is_over.is_set():
+                self._why, now_s = why, time.monotonic()
+                # What a stop that goes on meanwhile has done stays in its report.
+                self._stopping = self._stopping or _Stopping(now_s)
+                self._stopping.kill_s = now_s
         if why == "Error":
             container.kill_pid_1()
         else:
             container.kill()
-        return self._stop_of(number)
+        return self._stop_of(container)
 
-    def _stop_of(self, number: int) -> Stop:
-        """How the container of this number, from 1, ended."""
+    def _stop_of(self, container: Container) -> Stop:
         with self._changed:
+            number = self.containers.index(container) + 1
             if not self._changed.wait_for(lambda: len(self.stops) >= number, WAIT_S):
                 raise StandInError(f"pod {self.name}: container {number} still runs\n{self._story()}")
             return self.stops[number - 1]
@@ -415,12 +436,14 @@ class Pod:
             else:
                 base = self._volume(dict(self.spec.claims).get(mount.volume, mount.volume))
             paths[mount.path] = base / mount.sub_path if mount.sub_path else base
-            paths[mount.path].mkdir(parents=True, exist_ok=True)
+            if not paths[mount.path].exists():  # a single file may be mounted, too
+                paths[mount.path].mkdir(parents=True, exist_ok=True)
         return replacer(paths)
 
     def _command(self, number: int, spec: ContainerSpec) -> Command:
         place, own = self._place(number, spec), self._own(number)
         (own / "run").mkdir(parents=True, exist_ok=True)
+        # Of this machine already; as in a pod, `$(NAME)` does not see what the image has set.
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "HOME": str(own),
@@ -438,15 +461,17 @@ class Pod:
             "spec.nodeName": "stand-in",
         }
         wanted = {name: fields.get(path, "") for name, path in spec.fields}
-        for name, value in {**spec.env, **wanted, **self._late_env(), **self._env}.items():
-            env[name] = expand(value, env)
-        env = {name: place(value) if name not in ("PATH", "HOME") else value for name, value in env.items()}
+        told: dict[str, str] = {}
+        """As the container is told them; a path is put in the place of another only once."""
+        for name, value in {**spec.env, **wanted, **self._late_env(number), **self._env}.items():
+            told[name] = expand(value, told)
+            env[name] = place(told[name])
         if not {"MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH"} & env.keys():
             env["MIGRATOR_SIGNAL"] = str(own / "run" / "signal")
         cwd = Path(place(spec.working_dir)) if spec.working_dir else own
         if not cwd.is_dir():
             raise StandInError(f"the working directory {cwd} of container {spec.name} is not there")
-        return Command([place(expand(word, env)) for word in spec.argv], env, cwd)
+        return Command([place(expand(word, told)) for word in spec.argv], env, cwd)
 
     def _story(self) -> str:
         hooks = [

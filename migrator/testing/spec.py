@@ -235,5 +235,5 @@ def replacer(paths: Mapping[str, Path]) -> Callable[[str], str]:
     if not paths:
         return lambda text: text
     names = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
-    pattern = re.compile(rf"(?<![\w./$-])({names})(?![\w.-])")
+    pattern = re.compile(rf"(?<![\w./$~*)}}-])({names})(?![\w.-])")
     return lambda text: pattern.sub(lambda match: str(paths[match[1]]), text)
