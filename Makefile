@@ -36,6 +36,7 @@ examples: $(READY)  ## each example, stopped and resumed
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py
 	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/hook.py
 	$(BIN)/python benchmarks/ranks.py
 
 all: lint types test demo

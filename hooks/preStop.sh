@@ -13,7 +13,8 @@
 #        7   the signal file cannot be read or written
 #
 # The reason goes to stderr, where kubelet takes it into the pod's events, and
-# to preStop.log. It may be called twice, even at the same time.
+# to preStop.log, which also tells how far a long save is. It may be called
+# twice, even at the same time.
 #
 # MIGRATOR_SIGNAL      the signal file, as the trainer has it
 #                      (else MIGRATION_SIGNAL_PATH, else /tmp/migrator/signal)
@@ -132,9 +133,47 @@ anyone_alive() { # pids, separated by commas
         number "${list%%,*}"
         list=${list#*,}
         list=${list# }
-        [ -n "$number" ] && is_alive "$number" && return 0
+        # A file that outlived its container may name a process that is now this very one.
+        [ -n "$number" ] && [ "$number" != "$$" ] && is_alive "$number" && return 0
     done
     return 1
+}
+
+# The trainer tells how far a long save is in a file of its own. What else may be in there is nothing.
+read_progress() { # -> $written $total, in MB; $progress: both, empty if there are none
+    progress=''
+    [ -f "$signal.progress" ] || return 0
+    # The shell's own read goes on to the end of a line, and the line may be a gigabyte.
+    { progress=$(dd if="$signal.progress" bs=32 count=1); } 2>/dev/null
+    case $progress in
+        *[!0-9\ ]* | *\ *\ * | ????????????????????*) progress='' ;;
+        [0-9]*\ [0-9]*)
+            number "${progress% *}"
+            written=$number
+            number "${progress#* }"
+            total=$number
+            [ -n "$written" ] && [ "${total:-0}" -gt 0 ] && [ "$written" -le "$total" ] || progress=''
+            ;;
+        *) progress='' ;;
+    esac
+}
+
+tell_progress() {
+    [ "$now_cs" -ge "$tell_at" ] || return 0
+    tell_at=$((now_cs + 50))
+    read_progress
+    [ -n "$progress" ] && [ "$progress" != "$told" ] || return 0
+    [ -n "$teller" ] && is_alive "$teller" && return 0
+    told=$progress
+    tell_at=$((now_cs + 200))
+    far="written $written of $total MB ($((100 * written / total)) %)"
+    # Not waited for, neither by this shell nor through its output by whoever called it: the volume
+    # is busy, and a line that it does not take must not hold up the answer.
+    (
+        exec </dev/null >/dev/null 2>&1
+        log "$(stamp) $far, $(((give_up + margin_cs - now_cs) / 100)) s of the grace left"
+    ) &
+    teller=$!
 }
 
 # Between looking at the file and writing the request no other hook may write one: it would be overwritten.
@@ -240,6 +279,10 @@ fi
 unlock
 log "$(stamp) saving ckpts..."
 
+far='' teller='' tell_at=$((started + 100))
+# What an earlier life left there is not told: only what changes.
+read_progress
+told=$progress
 dead=0
 while :; do
     read_signal
@@ -270,6 +313,7 @@ while :; do
     now
     [ "$now_cs" -ge "$give_up" ] && break
     [ "$pause" = 1 ] && [ $((now_cs + 100)) -gt "$give_up" ] && break
+    tell_progress
     rest_a_little
 done
-finish 5 "no answer from the trainer within $(((now_cs - started) / 100)).$(((now_cs - started) / 10 % 10)) s of a grace of $((grace_cs / 100)) s"
+finish 5 "no answer from the trainer within $(((now_cs - started) / 100)).$(((now_cs - started) / 10 % 10)) s of a grace of $((grace_cs / 100)) s${far:+: $far}"

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-TERMINATION_LOG = Path("/dev/termination-log")
-"""What kubelet shows as the container's last message; exists in a pod only."""
+_LAST_WORD_BYTES = 4096
+"""Of a longer message kubelet shows the end only."""
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "zsh"}
 
 
@@ -27,7 +27,8 @@ def launcher_warnings(environ: Mapping[str, str], *, pid_1: Path = Path("/proc/1
     if nodes > 1 and "TORCHELASTIC_MAX_RESTARTS" in environ and restarts >= most:
         found.append(
             f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes goes, the "
-            "agents of the others end with exit code 1; raise --max-restarts"
+            "agents of the others end with exit code 1; raise --max-restarts, or have their pods start them again "
+            "(restartPolicy: OnFailure)"
         )
     if multiprocessing.parent_process() is not None and "TORCHELASTIC_RUN_ID" not in environ:
         found.append(
@@ -102,11 +103,18 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def tell_kubelet(message: str) -> None:
-    """Leave the last word where kubelet looks for it, if there is such a place."""
+def tell_kubelet(message: str, place: Path) -> None:
+    """Leave the last word where kubelet looks for it, if there is such a place: kubelet makes the file, not we."""
+    line = " ".join(message.split()).encode(errors="backslashreplace")
+    # A character that is cut in two would not be shown.
+    data = line[: _LAST_WORD_BYTES - 1].decode(errors="ignore").encode() + b"\n"
     try:
-        if TERMINATION_LOG.exists():
-            TERMINATION_LOG.write_text(message[:4000] + "\n")
+        # Not to wait for ever if the name is that of a pipe.
+        fd = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            os.write(fd, data)
+        finally:
+            os.close(fd)
     except OSError:
         # The log and the signal file say the same; this is a third way.
         return

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from migrator import environment, signal_file
 from migrator.agreement import Line, Point
 from migrator.capture import Capture
-from migrator.errors import MigratorError, SaveFailed, StorageError
+from migrator.errors import MigratorError, SaveFailed
 from migrator.events import log
 from migrator.leaving import Leaving, Outcome
 from migrator.progress import Progress
@@ -259,6 +259,7 @@ class JointSaver(Saver):
         def on_block(done: int, total: int) -> None:
             self._leaving.advanced_s = time.monotonic()
             progress(done, total)
+            self.for_hook(done, total)
             if done == total:
                 progress.close()
             if not is_leaving and self._leaving.news is not None:
@@ -275,10 +276,7 @@ class JointSaver(Saver):
             self._has_nothing = True
             return self.explain_nothing()
         except Exception as error:  # whatever it is, the hook must hear of it
-            why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
-            before = self._name_of_newest()
-            log("save_failed", level=logging.ERROR, why=why, before=before)
-            return Outcome(False, f"{why} (the ckpt before is untouched: {before})")
+            return self._not_saved(error)
         self.newest = saved
         return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
 

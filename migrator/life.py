@@ -198,7 +198,10 @@ class Life:
         mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
         found = self._file.read()
         deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
-        if deadline is None and (self._team is None or self._team.pod.position == 0):
+        if self._team is not None and self._team.pod.position != 0:
+            return
+        self._saver.for_hook.remove()
+        if deadline is None:
             pids = [os.getpid()] if self._team is None else self._team.pids
             self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
 

@@ -1,12 +1,16 @@
 """Tells how far a long save or load is: a bar on a terminal, otherwise a log line now and then.
 
-Nothing is shown for what takes less than a second.
+Nothing is shown for what takes less than a second. The hook hears of the last save as well,
+through a file of its own, and logs it in preStop.log.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +18,9 @@ from migrator.events import log
 
 QUIET_S = 1.0
 LINE_EVERY_S = 5.0
+HOOK_EVERY_S = 1.0
+_COST = 100
+"""Telling the hook takes at most one part in so many of the time."""
 
 
 class Progress:
@@ -66,3 +73,51 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class ForHook:
+    """Called like `Progress`: puts `<MB written> <MB there are>` into a small file beside the signal file.
+
+    It may cost the save nothing. A second later it is out of date, so it is not synced; a failure is not
+    told; and where the writing itself is slow there is less of it.
+    """
+
+    def __init__(self, signal: Path) -> None:
+        self._path = signal.with_name(f"{signal.name}.progress")
+        self._aside = signal.with_name(f".{signal.name}.progress.{os.getpid()}.tmp")
+        self._next_s = math.inf
+
+    def begin(self) -> None:
+        """The pod must leave: from now on a hook may be waiting. Until then nothing is told."""
+        self._next_s = time.monotonic() + QUIET_S
+
+    def __call__(self, done: int, total: int) -> None:
+        start_s = time.monotonic()
+        if start_s < self._next_s:
+            return
+        self._write(done, total)
+        end_s = time.monotonic()
+        self._next_s = end_s + max(HOOK_EVERY_S, _COST * (end_s - start_s))
+
+    def _write(self, done: int, total: int) -> None:
+        # In MB, so that every shell can reckon with them.
+        total_mb = max(1, round(total / 1e6))
+        text = f"{total_mb * done // max(1, total)} {total_mb}\n"
+        try:
+            fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                os.write(fd, text.encode())
+            finally:
+                os.close(fd)
+            self._aside.replace(self._path)
+        except OSError:
+            return  # the log has it too
+
+    def remove(self) -> None:
+        """It is over, or was before this process began. May be called twice."""
+        self._next_s = math.inf
+        for path in (self._path, self._aside):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                continue

@@ -22,7 +22,7 @@ from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
 from migrator.gate import Phase
 from migrator.leaving import Leaving, Outcome
-from migrator.progress import Progress
+from migrator.progress import ForHook, Progress
 from migrator.saving import Aside, Attempt, GivenUp, Saved, Unclean, Workshop, failed_text, room_for
 from migrator.settings import Every, Settings
 from migrator.signal_file import SignalFile
@@ -35,6 +35,8 @@ FAILED_AGAIN_S = 60.0
 _UNCLEAN_LIMIT = 2
 """An object seen changing outside a step so often is saved at safe points only from then on."""
 _SWITCH_S = 0.0005
+_WHY_AT_MOST = 900
+"""Of a longer reason hook and kubelet get the beginning: what follows it has to fit as well. The log has all of it."""
 
 
 class Why(enum.Enum):
@@ -76,6 +78,7 @@ class Saver(threading.Thread):
         self.bad: frozenset[str] = frozenset()
         """Ckpts that turned out corrupt while loading."""
         self.is_busy = False
+        self.for_hook = ForHook(file.path)
         self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
         """What to answer if nothing was trained yet."""
 
@@ -121,6 +124,8 @@ class Saver(threading.Thread):
         if not is_first:
             self._answer_again()
             return
+        if self._speaks():
+            self.for_hook.begin()
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
         with self._cond:
             self._cond.notify_all()
@@ -278,6 +283,7 @@ class Saver(threading.Thread):
             def on_block(done: int, total: int) -> None:
                 self._leaving.advanced_s = time.monotonic()
                 progress(done, total)
+                self.for_hook(done, total)
                 if not is_leaving and self._leaving.news is not None:
                     self._weigh(done, total, capture.step)
 
@@ -364,13 +370,16 @@ class Saver(threading.Thread):
             except Exception as error:  # whatever it is, the hook must hear of it
                 transient = isinstance(error, StorageError) and error.transient
                 if not transient or self._leaving.left_s < pause_s:
-                    why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
-                    before = self._name_of_newest()
-                    log("save_failed", level=logging.ERROR, why=why, before=before)
-                    return Outcome(False, f"{why} (the ckpt before is untouched: {before})")
+                    return self._not_saved(error)
                 log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 4.0)
+
+    def _not_saved(self, error: Exception) -> Outcome:
+        why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
+        before = self._name_of_newest()
+        log("save_failed", level=logging.ERROR, why=why, before=before)
+        return Outcome(False, f"{why[:_WHY_AT_MOST]} (the ckpt before is untouched: {before})")
 
     def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
         """Tell a life that starts meanwhile that a ckpt is coming, or that it need not wait any more."""
@@ -387,11 +396,6 @@ class Saver(threading.Thread):
         news = self._leaving.news
         assert news is not None
         took_s = time.monotonic() - news.deadline_s + news.grace_s
-        if outcome.is_safe:
-            message = f"migrator: saved {outcome.ckpt} (step {outcome.step}) {took_s:.2f} s after the signal"
-        else:
-            message = f"migrator: not saved: {outcome.why}"
-        environment.tell_kubelet(message)
         level = logging.INFO if outcome.is_safe or not self._has_trained() else logging.ERROR
         log(
             "leaving",
@@ -403,7 +407,10 @@ class Saver(threading.Thread):
             why=outcome.why,
         )
         if self._speaks() or self._nobody_answers():
+            # Before the answer: with that the container may end.
+            environment.tell_kubelet(_last_word(outcome, took_s), self._settings.termination_log)
             self._write_answer(outcome, took_s)
+            self.for_hook.remove()
 
     def _speaks(self) -> bool:
         """This process is the one that answers the hook."""
@@ -440,3 +447,11 @@ class Saver(threading.Thread):
 
     def _name_of_newest(self) -> str:
         return self.newest.ckpt if self.newest else "none"
+
+
+def _last_word(outcome: Outcome, took_s: float) -> str:
+    """For people who ask the cluster what became of the pod."""
+    if not outcome.is_safe:
+        return f"migrator: not saved: {outcome.why}"
+    what = f"ckpt {outcome.ckpt}, step {outcome.step}, {outcome.size} bytes, {took_s:.2f} s after the signal"
+    return f"migrator: {outcome.why}: {what}"

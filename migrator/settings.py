@@ -112,6 +112,8 @@ class Settings:
     keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
     exit_code: int = _variable("MIGRATOR_EXIT_CODE", "143", "exit code after leaving", _whole(0, 255))
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
+    termination_log: Path = Path("/dev/termination-log")
+    """What kubelet shows as the container's last message. The pod says where it is, so the script has no say."""
     legacy_file: Path | None = None
     """The `migration.pth` of the predecessor, if its variable named one."""
 
@@ -141,7 +143,11 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
             values[name] = meta["parse"](str(given))
         except ValueError as error:
             wrong.append(f"{where} is {str(given)!r}; allowed: {error}")
-    _name_unknown_variables(environ, {meta["variable"] for meta in known.values()})
+    try:
+        values["termination_log"] = _file(environ.get(TERMINATION_LOG, str(Settings.termination_log)))
+    except ValueError as error:
+        wrong.append(f"{TERMINATION_LOG} is {environ[TERMINATION_LOG]!r}; allowed: {error}")
+    _name_unknown_variables(environ, {meta["variable"] for meta in known.values()} | POD_VARIABLES)
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
     return Settings(**values, legacy_file=legacy)
@@ -157,8 +163,11 @@ def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -
     return default, "the default"
 
 
+TERMINATION_LOG = "MIGRATOR_TERMINATION_LOG"
 HOOK_VARIABLES = {"MIGRATOR_HOOK_LOGS"}
 """Read by the hooks only."""
+POD_VARIABLES = {TERMINATION_LOG}
+"""Read by the trainer, from its environment only."""
 
 _OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_[A-Z]+(_[A-Z]+)?)?)")
 """Kubernetes puts such variables into every pod for a Service whose name begins with `migrator`."""

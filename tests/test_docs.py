@@ -143,7 +143,8 @@ def test_the_variables_of_the_hooks_are_those_they_read() -> None:
 
 def test_no_page_names_a_variable_that_does_not_exist() -> None:
     """A reader would copy it, and the start would refuse it."""
-    known = {f.metadata["variable"] for f in fields(settings.Settings) if f.metadata} | settings.HOOK_VARIABLES
+    known = {f.metadata["variable"] for f in fields(settings.Settings) if f.metadata}
+    known |= settings.HOOK_VARIABLES | settings.POD_VARIABLES
     # Kubernetes makes these of a Service's name.
     known |= {"MIGRATOR_SERVICE_HOST", "MIGRATOR_PORT"}
     named = {name for page in PAGES for name in re.findall(r"\bMIGRATOR_[A-Z_]+\b", page.read_text())}
