@@ -93,3 +93,21 @@ def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubele
     assert len(last.pods) == 2
     assert f"loaded ckpt={saved(job.master)} " in last.master.log
     assert_each_sample_once(kubelet, epochs=2)
+
+
+@pytest.mark.timeout(240)
+def test_one_pod_of_the_torchrun_job_is_deleted(kubelet: Kubelet) -> None:
+    """The agents end with 1 when their ranks have left; both are started again, and four ranks go on."""
+    args = ["--epochs=2", "--steps=/ckpts/steps", "--weights=/ckpts/train-torchrun.pt"]
+
+    job = kubelet.apply(YAMLS / "torchrun.yaml", image=IMAGE, env=ENV, args=args)
+    pods = job.wait_for_start(1)
+    job.master.wait_for_log("^epoch 0")
+    stop = pods[1].delete()
+    job.wait_for_start(2)
+    job.wait(120)
+
+    assert (stop.exit_code, stop.hook.code) == (1, 0)
+    assert len({saved(pod) for pod in pods}) == 1
+    assert job.master.log.count(f"loaded ckpt={saved(pods[1])} ") == 2, "two ranks in the pod that stayed"
+    assert_each_sample_once(kubelet, epochs=2)

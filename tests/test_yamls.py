@@ -108,11 +108,7 @@ def fits_the_operator(manifest: Manifest) -> list[str]:
     document, wrong = manifest.document, []
     allowed = {
         "": (document, {"apiVersion", "kind", "metadata", "spec"}),
-        "spec": (document["spec"], {"elasticPolicy", "nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}),
-        "elasticPolicy": (
-            document["spec"].get("elasticPolicy", {}),
-            {"maxReplicas", "maxRestarts", "minReplicas", "rdzvBackend", "rdzvId", "rdzvPort"},
-        ),
+        "spec": (document["spec"], {"nprocPerNode", "pytorchReplicaSpecs", "runPolicy"}),
         "pytorchReplicaSpecs": (manifest.replicas, {"Master", "Worker"}),
     } | {where: (spec, {"replicas", "restartPolicy", "template"}) for where, spec in manifest.replicas.items()}
     wrong += [f"{where}: {key} is unknown" for where, (part, known) in allowed.items() for key in set(part) - known]
@@ -129,11 +125,6 @@ def fits_the_operator(manifest: Manifest) -> list[str]:
             wrong.append(f"{where}: the operator overwrites the pod's restartPolicy")
         if spec["replicas"] < 1 or (where == "Master" and spec["replicas"] > 1):
             wrong.append(f"{where}: {spec['replicas']} replicas")
-    policy = document["spec"].get("elasticPolicy")
-    if policy and not policy["minReplicas"] <= manifest.replicas["Worker"]["replicas"] <= policy["maxReplicas"]:
-        wrong.append("the number of Workers is outside minReplicas and maxReplicas")
-    if policy and "Master" in manifest.replicas:
-        wrong.append("the Master does not take part in an elastic job's rendezvous")
     return wrong
 
 
@@ -247,17 +238,17 @@ def sets_what_exists(manifest: Manifest) -> list[str]:
     return wrong
 
 
-def lets_torchrun_go_on(manifest: Manifest) -> list[str]:
-    """The pods that stay have a restart left, and a store without the addresses of those that went."""
+def leaves_restarts_to_the_pod(manifest: Manifest) -> list[str]:
+    """torchrun's own would start ranks again in the pod that goes; and it has to be told how many there are."""
     wrong = []
     for where, _, container in manifest.containers:
         said = words(container)
         if said[0] != "torchrun":
             continue
-        if not any(re.fullmatch(r"--max-restarts=[1-9]\d*", word) for word in said):
-            wrong.append(f"{where}: torchrun has no restart left")
-        if variables(container).get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-            wrong.append(f"{where}: the ranks use the agent's own store")
+        if any("max-restarts" in word for word in said):
+            wrong.append(f"{where}: torchrun starts ranks again by itself")
+        if not re.fullmatch(r"[1-9]\d*", str(manifest.document["spec"].get("nprocPerNode"))):
+            wrong.append(f"{where}: nobody says how many ranks a pod has")
     return wrong
 
 
@@ -285,7 +276,7 @@ RULES: list[Callable[[Manifest], list[str]]] = [
     runs_the_hooks,
     runs_an_example,
     sets_what_exists,
-    lets_torchrun_go_on,
+    leaves_restarts_to_the_pod,
     says_how_to_use_it,
 ]
 
@@ -338,8 +329,7 @@ BREAKS: list[tuple[Callable[[Manifest], list[str]], str, str, str]] = [
     (fits_the_operator, "pytorchjob.yaml", "name: train-ddp\n", "name: 1-train\n"),
     (fits_the_operator, "pytorchjob.yaml", "restartPolicy: OnFailure\n", "restartPolicy: OnExitCode\n"),
     (fits_the_operator, "pytorchjob.yaml", "template: *pod", "restarts: 3\n      template: *pod"),
-    (fits_the_operator, "torchrun.yaml", "replicas: 2", "replicas: 3"),
-    (fits_the_operator, "torchrun.yaml", "rdzvBackend:", "rdzv_backend:"),
+    (fits_the_operator, "torchrun.yaml", "nprocPerNode:", "procsPerNode:"),
     (fits_the_operator, "torchrun.yaml", "        spec:\n", "        spec:\n          restartPolicy: Never\n"),
     (starts_again_after_a_loss, "job.yaml", "restartPolicy: Never\n", "restartPolicy: OnFailure\n"),
     (starts_again_after_a_loss, "job.yaml", "Policy: Failed", "Policy: TerminatingOrFailed"),
@@ -372,8 +362,8 @@ BREAKS: list[tuple[Callable[[Manifest], list[str]], str, str, str]] = [
     (sets_what_exists, "job.yaml", "value: train}", "value: train-ddp}"),
     (sets_what_exists, "pytorchjob.yaml", 'value: "60"', 'value: "1m"'),
     (sets_what_exists, "torchrun.yaml", "MIGRATOR_CKPT", "MIGRATOR_CKPTS"),
-    (lets_torchrun_go_on, "torchrun.yaml", "--max-restarts=10", "--max-restarts=0"),
-    (lets_torchrun_go_on, "torchrun.yaml", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_DISABLE_SHARE"),
+    (leaves_restarts_to_the_pod, "torchrun.yaml", '"torchrun", ', '"torchrun", "--max-restarts=3", '),
+    (leaves_restarts_to_the_pod, "torchrun.yaml", 'nprocPerNode: "2"', 'nprocPerNode: "auto"'),
     (says_how_to_use_it, "pvc.yaml", "kubectl apply -f yamls/pvc.yaml", "kubectl apply"),
     (says_how_to_use_it, "job.yaml", "#   kubectl delete", "#   delete"),
     (says_how_to_use_it, "job.yaml", "# One pod", "\n# One pod"),

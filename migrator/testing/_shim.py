@@ -76,8 +76,9 @@ def spawn(process: dict[str, Any], *, mounts: bool = False) -> int:
             os.chdir(process["cwd"])
             os.execvpe(process["argv"][0], process["argv"], process["env"])
         except OSError as error:
-            named = f"{error.filename}: " if error.filename else f"{process['argv'][0]}: "
-            os.write(write, f"{named}{error.strerror}".encode())
+            # Of a program that is nowhere in PATH the error names, in bytes, the last place that was tried.
+            named = error.filename if isinstance(error.filename, str) else process["argv"][0]
+            os.write(write, f"{named}: {error.strerror}".encode())
         finally:
             os._exit(127)
     os.close(write)

@@ -7,6 +7,7 @@ PyTorchJob's pods have fixed names, so each is made again when the old one is go
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -157,7 +158,7 @@ class Job(Controller):
 
 
 class PyTorchJob(Controller):
-    """A kubeflow.org/v1 PyTorchJob: a master and workers, or elastic workers alone, with the operator's variables.
+    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator gives them.
 
     All starts of one number, a container's first, second and so on, meet at one port. Pods of a cluster have addresses
     of their own instead, so that no rank of a new life finds the store of the last one.
@@ -169,13 +170,14 @@ class PyTorchJob(Controller):
         super().__init__(name)
         self._make = make
         replicas = spec.get("pytorchReplicaSpecs") or {}
-        self._elastic = spec.get("elasticPolicy")
-        chief = "Master" if self._elastic is None else "Worker"
-        if set(replicas) - {"Master", "Worker"} or chief not in replicas:
-            found = ", ".join(replicas) or "none"
+        if "elasticPolicy" in spec:
             raise StandInError(
-                f"PyTorchJob {name}: found replicas {found}; expected Master and Worker, or, elastic, Worker"
+                f"PyTorchJob {name} has an elasticPolicy: its pods find one another by their names, and here all have "
+                "the address of this machine. Give it a Master and Workers"
             )
+        if set(replicas) - {"Master", "Worker"} or "Master" not in replicas:
+            found = ", ".join(replicas) or "none"
+            raise StandInError(f"PyTorchJob {name}: found replicas {found}; expected Master and Worker")
         self._templates: dict[str, PodSpec] = {}
         self._policies: dict[str, str] = {}
         for kind, replica in replicas.items():
@@ -190,8 +192,7 @@ class PyTorchJob(Controller):
         if workers is not None and "Worker" not in replicas:
             raise StandInError(f"PyTorchJob {name} has no Worker to make {workers} of")
         count = counts.get("Worker", 0) if workers is None else workers
-        masters = [f"{name}-master-0"] if "Master" in replicas else []
-        self._ranks = [*masters, *(f"{name}-worker-{number}" for number in range(count))]
+        self._ranks = [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count))]
         self._per_node = str(spec.get("nprocPerNode", "1"))
         self._ports: dict[int, int] = {}
 
@@ -241,19 +242,8 @@ class PyTorchJob(Controller):
     def _variables(self, name: str, start: int) -> Mapping[str, str]:
         """What the operator gives to this pod, for the start of this number."""
         with self._changed:
-            # Elastic pods find one another at one address for good: they come and go alone.
-            port = str(self._ports.setdefault(start if self._elastic is None else 0, _free_port()))
+            port = str(self._ports.setdefault(start, _free_port()))
         size, rank = str(len(self._ranks)), str(self._ranks.index(name))
-        if self._elastic is not None:
-            least, most = self._elastic.get("minReplicas", size), self._elastic.get("maxReplicas", size)
-            return {
-                "PYTHONUNBUFFERED": "1",
-                "PET_RDZV_BACKEND": str(self._elastic.get("rdzvBackend", "c10d")),
-                "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
-                "PET_RDZV_ID": self.name,
-                "PET_NNODES": f"{least}:{most}",
-                "PET_NPROC_PER_NODE": str(self._elastic.get("nProcPerNode", self._per_node)),
-            }
         return {
             "PYTHONUNBUFFERED": "1",
             "MASTER_ADDR": "127.0.0.1",
@@ -272,7 +262,7 @@ class PyTorchJob(Controller):
         code = pod.stops[-1].exit_code if pod.stops else 128
         if code == 0:
             if pod.name == self._ranks[0] and not self._is_deleted:
-                self._conclude()  # the master's end is the job's; without one, the first worker's
+                self._conclude()
             return
         policy = self._policies[kind]
         may = pod.is_deleted or policy in ("Always", "OnFailure") or (policy == "ExitCode" and code >= _RETRYABLE_FROM)
@@ -295,6 +285,12 @@ def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Nobody listens at it now, and until a pod does no connection is given it: those have numbers from 32768 on."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port

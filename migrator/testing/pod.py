@@ -250,7 +250,7 @@ class Pod:
     def _live(self) -> None:
         try:
             if self._prepare():
-                while self._run_once() and not self.is_deleted:
+                while self._run_once():
                     pass
         except StandInError as error:
             self.stops.append(Stop(128, "StartError", message=str(error)))

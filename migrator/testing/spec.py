@@ -23,7 +23,8 @@ from migrator.testing.errors import StandInError
 
 DEFAULT_GRACE_S = 30.0
 _OURS = {"emptyDir", "persistentVolumeClaim", "hostPath"}
-_REFERENCE = re.compile(r"\$\$|\$\(([A-Za-z_.-][A-Za-z0-9_.-]*)\)")
+# Kubernetes takes all that stands in the brackets for a name, a shell's `$(command)` too, and leaves it as it is.
+_REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 
 @dataclass(frozen=True)
