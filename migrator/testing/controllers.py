@@ -7,6 +7,7 @@ PyTorchJob's pods have fixed names, so each is made again when the old one is go
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import threading
@@ -26,6 +27,9 @@ _RETRYABLE_FROM = 128
 
 class Controller:
     """Made by `Kubelet.apply`."""
+
+    _ends_all = False
+    """When it is over, pods that still run are deleted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,14 +91,25 @@ class Controller:
     def _why_not(self) -> str:
         return self.failed or ("it is complete" if self.is_complete else "it still runs")
 
-    def _conclude(self, *, failed: str | None = None) -> None:
+    def _conclude(self, ended: Pod, *, failed: str | None = None) -> None:
         with self._changed:
             self.is_complete, self.failed = failed is None, failed
             self._changed.notify_all()
+            others = [pod for pod in self.pods if pod is not ended and not pod.is_over.is_set()]
+        if self._ends_all:
+            for pod in others:
+                threading.Thread(target=_delete, args=(pod,), daemon=True).start()
+
+
+def _delete(pod: Pod) -> None:
+    with contextlib.suppress(StandInError):
+        pod.delete()
 
 
 class Job(Controller):
     """A batch/v1 Job of one pod at a time."""
+
+    _ends_all = True
 
     def __init__(self, name: str, spec: Mapping[str, Any], read: Read, make: Make) -> None:
         super().__init__(name)
@@ -137,15 +152,15 @@ class Job(Controller):
         stop = pod.stops[-1] if pod.stops else None
         if stop is not None and stop.exit_code == 0:
             # Also if it was deleted: whoever leaves with 0 has told that there is nothing more to do.
-            self._conclude()
+            self._conclude(pod)
             return
         action = next((str(rule.get("action")) for rule in self._rules if _is_meant(rule, pod)), "Count")
         if action == "FailJob" and not self._is_deleted:
-            self._conclude(failed=f"{pod.name} ended in a way that podFailurePolicy does not start again: {stop}")
+            self._conclude(pod, failed=f"{pod.name} ended in a way that podFailurePolicy does not start again: {stop}")
             return
         self._failures += action == "Count"
         if self._failures > self._backoff_limit and not self._is_deleted:
-            self._conclude(failed=f"more than {self._backoff_limit} pods failed (backoffLimit)")
+            self._conclude(pod, failed=f"more than {self._backoff_limit} pods failed (backoffLimit)")
             return
         self._replace(pod)
 
@@ -262,7 +277,7 @@ class PyTorchJob(Controller):
         code = pod.stops[-1].exit_code if pod.stops else 128
         if code == 0:
             if pod.name == self._ranks[0] and not self._is_deleted:
-                self._conclude()
+                self._conclude(pod)
             return
         policy = self._policies[kind]
         may = pod.is_deleted or policy in ("Always", "OnFailure") or (policy == "ExitCode" and code >= _RETRYABLE_FROM)
@@ -272,7 +287,9 @@ class PyTorchJob(Controller):
             if may:
                 self._begin(pod.name)
             else:
-                self._conclude(failed=f"{pod.name} ended with {code}, and restartPolicy {policy} leaves it at that")
+                self._conclude(
+                    pod, failed=f"{pod.name} ended with {code}, and restartPolicy {policy} leaves it at that"
+                )
 
 
 def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:

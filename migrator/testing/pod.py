@@ -24,7 +24,7 @@ from pathlib import Path
 
 from migrator.testing.container import Command, Container, Exec
 from migrator.testing.errors import StandInError
-from migrator.testing.spec import ContainerSpec, PodSpec, expand, replacer
+from migrator.testing.spec import FIELDS, ContainerSpec, PodSpec, expand, replacer
 
 WAIT_S = 60.0
 """No wait is longer unless the test says so."""
@@ -32,6 +32,7 @@ MIN_GRACE_S = 2.0
 """A hook that used up the grace leaves the container this, as kubelet does."""
 _MESSAGE_AT_MOST = 4096
 _FALLBACK_AT_MOST = 2048
+_QUICK_END_S, _PAUSE_AT_MOST_S = 1.0, 5.0
 TERMINATION_LOG = "/dev/termination-log"
 RUN_DIRECTORY = "/tmp/migrator"
 """Where the signal file lies by default: in the container's own file system, which is new for each container."""
@@ -124,6 +125,7 @@ class Pod:
         self._on_end = on_end
         self._why: str | None = None
         self._stopping: _Stopping | None = None
+        self._pause_s = 0.0
         self._changed = threading.Condition()
         self._hooks: list[tuple[str, Exec]] = []
         directory.mkdir(parents=True)
@@ -188,6 +190,7 @@ class Pod:
         """
         with self._changed:
             is_first, self.is_deleted = not self.is_deleted, True
+            self._changed.notify_all()
         grace_s = self.spec.grace_s if grace_s is None else grace_s
         if is_first:
             # A controller makes the replacement as soon as it sees that the pod is to go.
@@ -252,7 +255,9 @@ class Pod:
             if self._prepare():
                 while self._run_once():
                     pass
-        except StandInError as error:
+        except (StandInError, OSError) as error:
+            if self.containers:
+                self.containers[-1].close()
             self.stops.append(Stop(128, "StartError", message=str(error)))
         finally:
             if self._why == "NodeLost":
@@ -310,16 +315,22 @@ class Pod:
         with self._changed:
             self.stops.append(stop)
             self._changed.notify_all()
-            return not self.is_deleted and (policy == "Always" or (policy == "OnFailure" and stop.exit_code != 0))
+            if policy == "Never" or (policy == "OnFailure" and stop.exit_code == 0):
+                return False
+            # A container that ends as soon as it has begun is not to keep the machine busy.
+            lived_s = (container.ended_s or 0.0) - container.began_s
+            self._pause_s = 0.0 if lived_s > _QUICK_END_S else min(2 * self._pause_s + 0.05, _PAUSE_AT_MOST_S)
+            self._changed.wait_for(lambda: self.is_deleted, self._pause_s)
+            return not self.is_deleted
 
     def _post_start(self, container: Container) -> None:
-        """Beside the container's process, in no order with it. If it fails the container is killed."""
+        """Beside the container's process, in no order with it. If it fails the container is stopped."""
         hook = self._exec("postStart", container)
         while not hook.is_over.wait(0.02):
             if container.is_over.is_set():
                 return
         if hook.code != 0 and not container.is_over.is_set():
-            container.kill()
+            self._stop(self.spec.grace_s)
 
     def _stop(self, grace_s: float, *, hooks: int = 1, at_once: bool = False) -> None:
         """preStop, SIGTERM, SIGKILL. Returns when the container has ended."""
@@ -453,14 +464,8 @@ class Pod:
             "TP_SOCKET_IFNAME": "lo",
             "MIGRATOR_TERMINATION_LOG": str(self._termination_log(number)),
         }
-        fields = {
-            "metadata.name": self.name,
-            "metadata.namespace": "default",
-            "status.podIP": "127.0.0.1",
-            "status.hostIP": "127.0.0.1",
-            "spec.nodeName": "stand-in",
-        }
-        wanted = {name: fields.get(path, "") for name, path in spec.fields}
+        fields = {**FIELDS, "metadata.name": self.name}
+        wanted = {name: fields[path] for name, path in spec.fields}
         told: dict[str, str] = {}
         """As the container is told them; a path is put in the place of another only once."""
         for name, value in {**spec.env, **wanted, **self._late_env(number), **self._env}.items():

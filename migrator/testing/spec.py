@@ -22,6 +22,14 @@ from typing import Any
 from migrator.testing.errors import StandInError
 
 DEFAULT_GRACE_S = 30.0
+FIELDS = {
+    "metadata.name": "",
+    "metadata.namespace": "default",
+    "spec.nodeName": "stand-in",
+    "status.hostIP": "127.0.0.1",
+    "status.podIP": "127.0.0.1",
+}
+"""What a variable may be told of its pod; the name is each pod's own."""
 _OURS = {"emptyDir", "persistentVolumeClaim", "hostPath"}
 # Kubernetes takes all that stands in the brackets for a name, a shell's `$(command)` too, and leaves it as it is.
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
@@ -143,8 +151,13 @@ class Reader:
 
     def _container(self, spec: Mapping[str, Any], volumes: set[str]) -> ContainerSpec | None:
         name = str(spec.get("name"))
-        command = [*(spec.get("command") or []), *(spec.get("args") or [])]
-        if not spec.get("command"):
+        parts = {key: spec.get(key) or [] for key in ("command", "args")}
+        for key, words in parts.items():
+            if not isinstance(words, list):
+                self.wrong.append(f"container {name!r}: {key} is {words!r}; Kubernetes wants a list of words")
+                parts[key] = [words]
+        command = [*parts["command"], *parts["args"]]
+        if not parts["command"]:
             self.wrong.append(f"container {name!r} has no command, and there is no image here that has one")
         for key in ("envFrom", "volumeDevices"):
             if spec.get(key):
@@ -170,7 +183,7 @@ class Reader:
             mounts=tuple(mounts),
             working_dir=spec.get("workingDir"),
             fields=tuple(fields),
-            command=tuple(map(str, spec.get("command") or [])),
+            command=tuple(map(str, parts["command"])),
             falls_back_to_logs=spec.get("terminationMessagePolicy") == "FallbackToLogsOnError",
         )
 
@@ -185,8 +198,13 @@ class Reader:
                     self.wrong.append(f"container {name!r}: the value of {key} is {value!r}; Kubernetes wants a string")
                 env[key] = str(value)
             elif "fieldRef" in source:
+                path = str(source["fieldRef"].get("fieldPath"))
                 env[key] = ""
-                fields.append((key, str(source["fieldRef"].get("fieldPath"))))
+                fields.append((key, path))
+                if path not in FIELDS:
+                    self.wrong.append(
+                        f"container {name!r}: {key} is to be {path}, which is not known here; give it by env="
+                    )
             else:
                 self.wrong.append(f"container {name!r}: {key} comes from a {next(iter(source))}; give it by env=")
         return env, fields
@@ -194,9 +212,10 @@ class Reader:
     def _hook(self, name: str, key: str, hook: Mapping[str, Any] | None) -> tuple[str, ...] | None:
         if not hook:
             return None
-        if "sleep" in hook:
-            return ("sleep", str(hook["sleep"].get("seconds")))
-        if "exec" not in hook or not hook["exec"].get("command"):
+        seconds = (hook.get("sleep") or {}).get("seconds")
+        if isinstance(seconds, int):
+            return ("sleep", str(seconds))
+        if "exec" not in hook or not isinstance(hook["exec"].get("command"), list) or not hook["exec"]["command"]:
             self.wrong.append(f"container {name!r}: {key} is no exec; only commands and sleep are run here")
             return None
         return tuple(map(str, hook["exec"]["command"]))
