@@ -30,7 +30,7 @@ def run(directory: Path, text: str) -> subprocess.CompletedProcess[str]:
     test.write_text(text)
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "no:cacheprovider", f"--rootdir={directory}"]
     how = [f"--basetemp={directory / 'temp'}", "-q", str(test)]
-    return subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run([*command, *how], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_it_is_ten_lines() -> None:
