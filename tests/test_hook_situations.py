@@ -69,9 +69,13 @@ LocalStorage.put = commit
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     torch.distributed.init_process_group("gloo")
 state = {"step": 0}
-weights = {str(i): torch.zeros(250_000) for i in range(int(os.environ.get("MB", "1")))}
+weights = torch.nn.ParameterList(torch.zeros(250_000) for _ in range(int(os.environ.get("MB", "1"))))
+optimizer = torch.optim.SGD(weights, lr=1.0)
+for weight in weights:
+    weight.grad = torch.ones_like(weight)
 migrator.register("state", state)
 migrator.register("weights", weights)
+migrator.register("optimizer", optimizer)
 migrator.listening(every="off")
 print("listens\\n", end="")
 if os.environ.get("LOADS_LATE"):
@@ -83,8 +87,7 @@ if os.environ.get("TRAINS_LATE"):
     wait_for("train")
 while state["step"] < int(os.environ.get("STEPS", 10**9)):
     state["step"] += 1
-    for weight in weights.values():
-        weight += 1
+    optimizer.step()
     migrator.safe_point()
     print(f"step {state['step']}\\n", end="")
     time.sleep(0.005)

@@ -143,10 +143,17 @@ class Pod:
 def line_of(process: subprocess.Popen[str]) -> str:
     """The next line that the process prints, waited for with a deadline."""
     assert process.stdout is not None
+    line, end_s = b"", time.monotonic() + PATIENCE_S
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        assert selector.select(PATIENCE_S), f"{process.args!r} printed nothing within {PATIENCE_S} s"
-    return process.stdout.readline().strip()
+        while not line.endswith(b"\n"):
+            assert selector.select(end_s - time.monotonic()), f"{process.args!r} printed nothing within {PATIENCE_S} s"
+            # One by one: what a buffer took of the line after it would not be waited for any more.
+            more = os.read(process.stdout.fileno(), 1)
+            if not more:
+                break
+            line += more
+    return line.decode().strip()
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -237,12 +237,14 @@ class Pod:
             self.is_deleted = True
         if self._thread.ident is None:
             return
-        while not self.is_over.wait(0.05):
+        end_s = time.monotonic() + WAIT_S
+        # Longer only on a volume that hangs: the kernel cannot kill who waits for it.
+        while not self.is_over.wait(0.05) and time.monotonic() < end_s:
             if self.containers:
                 self.containers[-1].kill()
-        self._thread.join(WAIT_S)
         for container in self.containers:
             container.close()
+        self._thread.join(WAIT_S)
 
     # How kubelet does it.
 
@@ -357,7 +359,7 @@ class Pod:
             if not container.is_over.wait(left_s):
                 stopping.kill_s = time.monotonic()
                 container.kill()
-        container.is_over.wait()
+        container.is_over.wait(WAIT_S)
 
     def _kill(self, why: str) -> Stop:
         container = self.container
