@@ -8,15 +8,14 @@ request reaches the ranks of its pod and nobody else.
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from migrator.signal_file import SAVE, Signal, SignalFile
+from migrator.testing.controllers import free_port
 from tests.harness import DEADLINE_S, Process, until
 
 if TYPE_CHECKING:
@@ -177,18 +176,6 @@ class Gang:
 
     def _those(self, ranks: Iterable[int] | None) -> Iterable[int]:
         return range(self.size) if ranks is None else ranks
-
-
-def free_port() -> int:
-    """A port nobody listens at now, from outside the range that gloo and connections take theirs from."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def state_of(pid: int) -> str:

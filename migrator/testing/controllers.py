@@ -257,7 +257,7 @@ class PyTorchJob(Controller):
     def _variables(self, name: str, start: int) -> Mapping[str, str]:
         """What the operator gives to this pod, for the start of this number."""
         with self._changed:
-            port = str(self._ports.setdefault(start, _free_port()))
+            port = str(self._ports.setdefault(start, free_port()))
         size, rank = str(len(self._ranks)), str(self._ranks.index(name))
         return {
             "PYTHONUNBUFFERED": "1",
@@ -301,7 +301,7 @@ def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
     return pod.is_disrupted and any(one.get("type") == "DisruptionTarget" for one in conditions)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Nobody listens at it now, and until a pod does no connection is given it: those have numbers from 32768 on."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
