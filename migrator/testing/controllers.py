@@ -7,6 +7,7 @@ PyTorchJob's pods have fixed names, so each is made again when the old one is go
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import random
 import socket
@@ -25,7 +26,7 @@ _RETRYABLE_FROM = 128
 """`ExitCode`: what a signal ended is started again, an error of the script is not."""
 
 
-class Controller:
+class Controller(abc.ABC):
     """Made by `Kubelet.apply`."""
 
     _ends_all = False
@@ -41,9 +42,9 @@ class Controller:
         self._is_deleted = False
         self._changed = threading.Condition(threading.RLock())
 
+    @abc.abstractmethod
     def start(self) -> None:
         """Make the first pods."""
-        raise NotImplementedError
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Until it is complete. If it fails, an error that has what its pods wrote."""

@@ -447,7 +447,7 @@ class Pod:
             if mount.volume in self.spec.empty_dirs:
                 base = self.empty_dir(mount.volume)
             else:
-                base = self._volume(dict(self.spec.claims).get(mount.volume, mount.volume))
+                base = self._volume(self.spec.claims.get(mount.volume, mount.volume))
             paths[mount.path] = base / mount.sub_path if mount.sub_path else base
             if not paths[mount.path].exists():  # a single file may be mounted, too
                 paths[mount.path].mkdir(parents=True, exist_ok=True)

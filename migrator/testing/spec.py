@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class PodSpec:
     init: tuple[ContainerSpec, ...] = ()
     grace_s: float = DEFAULT_GRACE_S
     restart_policy: str = "Always"
-    claims: Mapping[str, str] = ()  # type: ignore[assignment]
+    claims: Mapping[str, str] = field(default_factory=dict)
     """Volume name -> claim, or `host:PATH`."""
     empty_dirs: frozenset[str] = frozenset()
 
