@@ -303,6 +303,9 @@ class _Loop:
             resumed = None
         if self._sampler is not None:
             self._start_sampler(self._sampler)
+            if resumed is not None and resumed["handed"] and not self._sampler.cursor:
+                # The ckpt stands at the end of an epoch, and a script that counts its epochs by steps is in the next.
+                resumed = None
         if resumed is None:
             is_new_round = place.is_new_round(label)
             self._state = {"handed": 0, "is_over": False, "batch_size": self._batch_size, "origin": self._origin()}

@@ -448,6 +448,21 @@ def test_forgotten_set_epoch_is_named_and_the_epochs_still_differ(job: Job):
     assert orders[0] != orders[1] != orders[2]
 
 
+def test_a_script_that_counts_its_epochs_by_steps_goes_on_behind_an_epoch_s_end(job: Job):
+    """Stopped there, its next life is in the next epoch at once: a round of its own, with the draws of one."""
+    job.write("""
+        from tests.jobs.ground import *
+        begin()
+        while state["step"] < 18:
+            state["epoch"] = state["step"] // 6
+            sampler.set_epoch(state["epoch"])
+            for x, ids in migrator.batches(loader):
+                train(x, ids)
+        finish()
+        """)
+    check(job, ["step 5", "step 6", "step 12", "step 13"], epochs=3)
+
+
 def test_len_is_the_whole_epoch_in_its_middle_too(job: Job):
     """Schedules and progress bars count on it."""
     job.write("""
