@@ -237,6 +237,44 @@ class TensorOrArray(Kind):
         put_back(value, self.target)
 
 
+_POSITIONS = {"MT19937": 624, "Philox": 4}
+"""Of numpy's generators that hand out what they have made before: how much that is."""
+
+
+def check_positions(state: Any) -> None:
+    """`ValueError` if this is the state of a numpy generator that would read outside of its memory at the next draw.
+
+    numpy checks everything in a state but this.
+    """
+    if isinstance(state, dict):
+        name, inside = state.get("bit_generator"), state.get("state")
+        position = inside.get("pos", state.get("buffer_pos")) if isinstance(inside, dict) else None
+    elif isinstance(state, (tuple, list)) and len(state) >= 3:
+        name, position = state[0], state[2]
+    else:
+        return
+    most = _POSITIONS.get(name) if isinstance(name, str) else None
+    if most is not None and not (type(position) is int and 0 <= position <= most):
+        raise ValueError(f"the position in a state of {name} is not one of 0 to {most}")
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator of torch, numpy or Python; one that it cannot have is an error here, not later."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+        if type(state[2]) not in (float, type(None)):
+            # It would lie there until a normal number is drawn.
+            raise TypeError(f"the second of a pair of normal numbers is a {type(state[2]).__name__}")
+    else:
+        check_positions(state)
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
 class Generator(Kind):
     """A random generator of the script's own: torch, numpy or Python."""
 
@@ -255,14 +293,7 @@ class Generator(Kind):
         return None
 
     def restore(self, value: Any) -> None:
-        if isinstance(self.target, torch.Generator):
-            self.target.set_state(value)
-        elif isinstance(self.target, random.Random):
-            self.target.setstate(value)
-        elif isinstance(self.target, np.random.Generator):
-            self.target.bit_generator.state = value
-        else:
-            self.target.set_state(value)
+        set_state(self.target, value)
 
 
 class Stateful(Kind):

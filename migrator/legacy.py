@@ -8,6 +8,7 @@ states: the interrupted epoch begins anew, as it did there.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from migrator.registry import Registry
 def load(path: Path, registry: Registry) -> None:
     """Put the file's contents into what is registered; all differences are named before anything is touched."""
     try:
+        _check_archive(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle fails in any way it likes
         raise CkptCorrupt(
@@ -29,13 +31,15 @@ def load(path: Path, registry: Registry) -> None:
         ) from error
     if not isinstance(found, dict):
         raise CkptCorrupt(f"{path} holds a {type(found).__name__}; expected the dict that pytorchjob-migration writes")
+    if not all(isinstance(key, str) for key in found):
+        raise CkptCorrupt(f"{path} holds a dict with keys that are no names; pytorchjob-migration writes names only")
     values = {key: _without_wrapper(value) for key, value in found.items()}
     lines = [f"in the file, not registered: {key}" for key in values if key not in registry]
     for key, kind in registry:
         if key not in values:
             lines.append(f"registered, not in the file: {key}")
         elif isinstance(kind, kinds.Module):
-            lines += [f"{key}{line}" for line in kind.differences(values[key])]
+            lines += [f"{key}{line}" for line in _differences(path, key, kind, values[key])]
     if lines:
         raise CkptMismatch(
             f"{path} does not fit what is registered:\n  "
@@ -46,13 +50,32 @@ def load(path: Path, registry: Registry) -> None:
         _restore(path, key, kind, values[key])
 
 
+def _check_archive(path: Path) -> None:
+    """`torch.save()` makes a zip and compresses nothing in it; unpacked, anything else may take any memory.
+
+    Nor does torch see to it in all its versions that other formats run no code.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = archive.infolist()
+    size, unpacked = path.stat().st_size, sum(entry.file_size for entry in entries)
+    if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError(f"it is compressed, {unpacked} bytes in {size}, which torch.save() does not do")
+
+
+def _differences(path: Path, name: str, kind: kinds.Kind, value: Any) -> list[str]:
+    try:
+        return kind.differences(value)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise CkptCorrupt(f"{path}: {name!r} is not of the form that pytorchjob-migration writes") from error
+
+
 def _restore(path: Path, name: str, kind: kinds.Kind, value: Any) -> None:
     try:
         if isinstance(kind, (kinds.Optimizer, kinds.Scheduler)):
             kind.target.load_state_dict(value)
         else:
             kind.restore(value)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # whatever the script's own load_state_dict() raises
         raise CkptMismatch(f"{path}: {name!r} could not be restored: {type(error).__name__}: {error}") from error
 
 

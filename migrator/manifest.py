@@ -102,7 +102,7 @@ class Manifest:
             job=_typed(payload["job"], str, "job"),
             ranks=_count(payload["ranks"], "ranks", least=1),
             parts=parts_from(payload["parts"]),
-            objects=_objects(payload["objects"]),
+            objects=objects_from(payload["objects"]),
             extra=_typed(payload["extra"], dict, "extra"),
             written=_typed(payload["written"], dict, "written"),
         )
@@ -127,12 +127,17 @@ def parse_ckpt_name(name: str) -> tuple[int, int] | None:
     if match is None:
         return None
     found = int(match[1]), int(match[2])
-    return found if ckpt_name(*found) == name else None
+    return found if max(found) < _COUNT_MAX and ckpt_name(*found) == name else None
 
 
 def part_name(index: int, count: int, *, rank: int | None = None, attempt: int = 1) -> str:
     """The file of a share. With several ranks it says who wrote it, so that none ever writes over another's."""
     return f"part-{index:05d}-of-{count:05d}{'' if rank is None else '-' + _by(rank, attempt)}.safetensors"
+
+
+def is_part_name(name: str) -> bool:
+    """Whether a file of this name can be a part."""
+    return _PART.fullmatch(name) is not None
 
 
 def seal(kind: str, payload: Mapping[str, Any]) -> bytes:
@@ -194,7 +199,8 @@ def _part(found: Any) -> PartRecord:
     return PartRecord(name, size, part["digest"], tuple(blocks))
 
 
-def _objects(found: Any) -> dict[str, dict[str, Any]]:
+def objects_from(found: Any) -> dict[str, dict[str, Any]]:
+    """What a manifest or a rank's record says of registered objects, or `CkptCorrupt`."""
     objects: dict[str, dict[str, Any]] = _typed(found, dict, "objects")
     for name, entry in objects.items():
         _expect_keys(_typed(entry, dict, name), ("kind", "tree"), name)

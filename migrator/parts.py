@@ -35,7 +35,7 @@ from migrator.blocks import (
     memory,
     read_all,
 )
-from migrator.errors import CkptCorrupt, RegistrationError, SaveFailed
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed
 from migrator.storage import LocalStorage
 from migrator.tree import DTYPES, dtype_name
 
@@ -346,7 +346,12 @@ def _home(place: Place, homes: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if home is not None and home.dtype == place.dtype and tuple(home.shape) == place.shape and _is_plain(home):
         return home
     # By way of bytes: torch warns when it makes a tensor of some of the dtypes it has.
-    flat = torch.empty(place.end - place.start, dtype=torch.uint8, device="cpu")
+    try:
+        flat = torch.empty(place.end - place.start, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise CkptMismatch(
+            f"{place.name} takes {place.end - place.start} bytes, more than there are: {error}"
+        ) from error
     return flat.view(place.dtype).reshape(place.shape)
 
 

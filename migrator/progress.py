@@ -104,7 +104,9 @@ class ForHook:
         total_mb = max(1, round(total / 1e6))
         text = f"{total_mb * done // max(1, total)} {total_mb}\n"
         try:
-            fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            # Whatever lies there is not opened: a pipe would hold the save up.
+            self._aside.unlink(missing_ok=True)
+            fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 os.write(fd, text.encode())
             finally:

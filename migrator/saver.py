@@ -438,7 +438,7 @@ class Saver(threading.Thread):
             if asked is not None and asked.word == signal_file.SAVE:
                 fields["request"] = asked.fields.get("request")
                 hook = asked.fields.get("hook", "")
-                self._leaving.hook = int(hook) if hook.isdecimal() else None
+                self._leaving.hook = int(hook) if hook.isdecimal() and len(hook) < 10 else None
             elif only_if_asked:
                 return
             self._file.write(signal_file.RESUME if outcome.is_safe else signal_file.INIT, **fields)

@@ -8,6 +8,7 @@ together, each with the variable, the value and what is allowed.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -38,22 +39,42 @@ def _variable(name: str, default: str, doc: str, parse: Callable[[str], Any]) ->
     return field(metadata={"variable": name, "default": default, "doc": doc, "parse": parse})
 
 
+def _path(text: str) -> Path | None:
+    """None for what is no path: the kernel ends a name at a NUL, and takes no text that has no bytes."""
+    try:
+        return Path(text).expanduser().absolute() if text.strip() and b"\0" not in os.fsencode(text) else None
+    except (UnicodeEncodeError, RuntimeError):  # RuntimeError: `~name` of somebody whom nobody knows here
+        return None
+
+
 def _directory(text: str) -> Path:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     if scheme and scheme.group(1) != "file":
         raise ValueError(f"a directory or a file:// URL; this version has no storage for {scheme.group(1)}://")
     if scheme:
-        text = unquote(urlparse(text).path)
-    if not text.strip():
+        try:
+            text = unquote(urlparse(text).path)
+        except ValueError:
+            text = ""
+    path = _path(text)
+    if path is None:
         raise ValueError("a directory or a file:// URL")
-    return Path(text).expanduser().absolute()
+    return path
 
 
 def _file(text: str) -> Path:
     # The hook is given the same text and expands nothing.
-    if not text.strip() or text.endswith("/") or text.startswith("~"):
+    path = None if text.endswith("/") or text.startswith("~") else _path(text)
+    if path is None or path.name in ("", ".."):
         raise ValueError("the path of a file, written out")
-    return Path(text).absolute()
+    return path
+
+
+def _legacy_file(text: str) -> Path:
+    path = _path(text)
+    if path is None:
+        raise ValueError("the path of a file")
+    return path
 
 
 def _job(text: str) -> str:
@@ -136,13 +157,13 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
         given, where = arguments.get(name), f"listening({name}=...)"
         if given is None:
             given, where = _from_environment(meta["variable"], meta["default"], environ)
-            if where == "MIGRATION_CKPT_PATH":
-                legacy = Path(given).expanduser().absolute()
-                given = str(legacy.parent)
         try:
-            values[name] = meta["parse"](str(given))
+            if where == "MIGRATION_CKPT_PATH":
+                legacy = _legacy_file(given)
+                given = legacy.parent
+            values[name] = meta["parse"](_text(given))
         except ValueError as error:
-            wrong.append(f"{where} is {str(given)!r}; allowed: {error}")
+            wrong.append(f"{where} is {_text(given)!r}; allowed: {error}")
     try:
         values["termination_log"] = _file(environ.get(TERMINATION_LOG, str(Settings.termination_log)))
     except ValueError as error:
@@ -151,6 +172,13 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
     return Settings(**values, legacy_file=legacy)
+
+
+def _text(given: object) -> str:
+    try:
+        return str(given)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(given).__name__} without end"
 
 
 def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -> tuple[str, str]:

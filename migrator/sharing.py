@@ -25,7 +25,7 @@ import xxhash
 
 from migrator.agreement import Point
 from migrator.errors import CkptCorrupt, StorageError
-from migrator.manifest import LIMIT, NAME, Manifest, parts_from, seal, unseal
+from migrator.manifest import LIMIT, NAME, Manifest, objects_from, parts_from, seal, unseal
 from migrator.parts import PartRecord
 from migrator.storage import LocalStorage
 
@@ -104,22 +104,29 @@ class RankRecord:
             wrong = [name for name, kind in _TYPES.items() if type(found[name]) is not kind]
             if wrong:
                 raise TypeError(", ".join(wrong))
-            shares = {int(share): part for share, part in found["shares"].items()}
-            parts = parts_from(list(shares.values()))
-            own = None if found["own"] is None else parts_from([found["own"]])[0]
             step, turn = found["at"]
+            numbers = [found["rank"], step, turn, *map(int, found["shares"])]
+            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+                raise ValueError(f"{numbers!r:.80} are not a rank, a safe point and shares")
+            parts = parts_from(list(found["shares"].values()))
+            own = None if found["own"] is None else parts_from([found["own"]])[0]
             return RankRecord(
                 found["rank"],
-                (int(step), int(turn)),
+                (step, turn),
                 found["plan"],
                 found["same"],
-                found["objects"],
+                objects_from(found["objects"]),
                 found["extra"],
-                dict(zip(shares, parts, strict=True)),
+                dict(zip(map(int, found["shares"]), parts, strict=True)),
                 own,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise CkptCorrupt(f"the record of a rank is not one of ours: {error!r:.200}") from error
+
+
+def is_record_name(name: str) -> bool:
+    """Whether a file of this name can be what a rank said of itself."""
+    return _RECORD.fullmatch(name) is not None
 
 
 class Exchange(Protocol):
@@ -174,7 +181,9 @@ class Gathering:
                 record = RankRecord.from_bytes(data)
             except CkptCorrupt:
                 continue
-            if record.rank == rank and record.at == self._plan.at and record.plan == self._plan.digest:
+            is_of_this = record.rank == rank and record.at == self._plan.at and record.plan == self._plan.digest
+            # What a manifest is made of.
+            if is_of_this and record.extra.keys() >= {"random", "loop"}:
                 self._found[rank] = record
 
     def add(self, mine: RankRecord) -> None:

@@ -37,6 +37,8 @@ WORDS = (INIT, SAVE, RESUME)
 READ_AT_MOST = 64 * 1024
 # Every value is cut so that a long traceback in `error=` cannot push the fields after it out of reach.
 _VALUE_AT_MOST = 4096
+DEADLINE_AT_MOST_S = 86400.0
+"""No request is open for longer, whatever it says: what waits for a deadline must come to an end."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BLANK = " \t\r\0"
 
@@ -65,7 +67,7 @@ def parse(text: str) -> Signal | None:
     for line in rest:
         key, equals, value = line.partition("=")
         if equals and _KEY.fullmatch(key.strip(_BLANK)):
-            fields[key.strip(_BLANK)] = value.strip(_BLANK)
+            fields[key.strip(_BLANK)] = value.strip(_BLANK)[:_VALUE_AT_MOST]
     return Signal(word, fields)
 
 
@@ -94,7 +96,7 @@ def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float) 
     deadline = _finite(signal.fields.get("deadline"))
     if deadline is None:
         deadline = mtime + grace_s
-    return deadline if deadline > now else None
+    return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
 
 
 def _finite(text: str | None) -> float | None:
@@ -139,6 +141,8 @@ class SignalFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
+                # Whatever lies there is not ours; written into, a pipe would hold us for ever.
+                aside.unlink(missing_ok=True)
                 _write_synced(aside, data)
                 aside.replace(self.path)
             except OSError:
@@ -211,8 +215,7 @@ def _read_up_to(fd: int, count: int) -> bytes:
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         view = memoryview(data)
         while view:

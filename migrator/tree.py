@@ -20,7 +20,7 @@ import binascii
 import enum
 import math
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,8 @@ import torch
 from migrator.errors import CkptCorrupt, RegistrationError
 
 MAX_DEPTH = 100
+COLLISIONS_MAX = 256
+"""So many keys of a dict may have the same hash; of keys that nobody has chosen for that, a handful has."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -149,8 +151,9 @@ class _Encoder:
             if isinstance(value, dict):
                 return self._dict(value, path)
             if isinstance(value, (set, frozenset)):
-                tag = "set" if isinstance(value, set) else "frozenset"
-                return {"!": tag, "v": [self._key(item, path) for item in list(value)]}
+                tag, items = "set" if isinstance(value, set) else "frozenset", list(value)
+                _check_hashes(items, path)
+                return {"!": tag, "v": [self._key(item, path) for item in items]}
             if isinstance(value, deque):
                 return {"!": "deque", "v": self._each(list(value), path), "maxlen": value.maxlen}
         advice = "Store it as a plain tuple or dict." if isinstance(value, tuple) else _ADVICE
@@ -164,6 +167,7 @@ class _Encoder:
         items = list(value.items())
         if type(value) is not OrderedDict and all(type(k) is str and not k.startswith("!") for k, _ in items):
             return {key: self.value(item, _below(path, key)) for key, item in items}
+        _check_hashes([key for key, _ in items], path)
         pairs = [[self._key(key, path), self.value(item, _below(path, key))] for key, item in items]
         return {"!": "odict" if isinstance(value, OrderedDict) else "dict", "v": pairs}
 
@@ -216,6 +220,16 @@ def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(_is_key(item) for item in key)
     return key is None or isinstance(key, (bool, int, float, str, bytes, np.generic))
+
+
+def _collide(keys: list[Any]) -> bool:
+    """Whether a dict or set of these keys would be as slow as a list: whoever writes a file can choose them so."""
+    return len(keys) > COLLISIONS_MAX and max(Counter(map(hash, keys)).values()) > COLLISIONS_MAX
+
+
+def _check_hashes(keys: list[Any], path: str) -> None:
+    if _collide(keys):
+        raise RegistrationError(f"{path} has more than {COLLISIONS_MAX} keys with the same hash. Use others.")
 
 
 def _numpy_dtype_name(value: np.ndarray[Any, Any], path: str) -> str:
@@ -304,18 +318,21 @@ class _Decoder:
 
     def _elements(self, nodes: Any, depth: int) -> list[Any]:
         elements = self._each(nodes, depth)
-        if not all(_is_key(item) for item in elements) or len(set(elements)) != len(elements):
+        if not all(map(_is_key, elements)) or _collide(elements) or len(set(elements)) != len(elements):
             raise CkptCorrupt("a tree holds a set with elements that are equal or cannot be in a set")
         return elements
 
     def _pairs(self, into: dict[Any, Any], nodes: Any, depth: int) -> dict[Any, Any]:
-        for pair in _list(nodes):
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise CkptCorrupt("a tree holds a dict whose items are not pairs")
-            key = self.value(pair[0], depth + 1)
-            if not _is_key(key) or key in into:
-                raise CkptCorrupt(f"a tree holds a dict with a double or impossible key: {key!r:.80}")
-            into[key] = self.value(pair[1], depth + 1)
+        if not all(isinstance(pair, list) and len(pair) == 2 for pair in _list(nodes)):
+            raise CkptCorrupt("a tree holds a dict whose items are not pairs")
+        keys = [self.value(key, depth + 1) for key, _ in nodes]
+        if not all(map(_is_key, keys)) or _collide(keys):
+            raise CkptCorrupt("a tree holds a dict with keys that no dict of ours has")
+        for key, (node, item) in zip(keys, nodes, strict=True):
+            if key in into:
+                # Not the key itself: Python does not write out every integer.
+                raise CkptCorrupt(f"a tree holds a dict with a double key: {node!r:.80}")
+            into[key] = self.value(item, depth + 1)
         return into
 
     def _deque(self, node: dict[str, Any], depth: int) -> deque[Any]:
