@@ -5,8 +5,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 TEST_ARGS ?=
+CRASH_ARGS ?=
 
-.PHONY: demo test long lint types examples bench all clean
+.PHONY: demo test long crashes mutants peers lint types examples bench all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -21,6 +22,15 @@ test: $(READY)  ## all tests but the long variants
 
 long: $(READY)  ## the long variants
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(TEST_ARGS)
+
+crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from (CRASH_ARGS="--states 1000000")
+	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
+
+mutants: $(READY)  ## the protocol with one line changed at a time: do the tests notice?
+	$(BIN)/python -m tests.mutants
+
+peers: $(READY)  ## flipped bits, kills and full disks for other libraries as well: the table in docs/guarantees.md
+	$(BIN)/python benchmarks/peers.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

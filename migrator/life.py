@@ -22,9 +22,11 @@ from migrator import environment, events, legacy, lineage, loading, randomness, 
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
+    CkptMismatch,
     NoUsableCkpt,
     ResumeIgnored,
     SaveFailed,
+    StorageError,
     UsageError,
 )
 from migrator.events import log
@@ -241,21 +243,15 @@ class Life:
         return loaded.ckpt
 
     def _newest_usable(self) -> loading.Loaded:
-        found = []
-        for name in self._candidates:
-            try:
-                if self._team is not None:
-                    return self._team.load(name)
-                return loading.load(self._storage, name, self._registry)
-            except CkptCorrupt as error:
-                found.append(str(error))
-                self._saver.bad |= {name}
-                log("ckpt_bad", level=logging.ERROR, ckpt=name, why=error)
-        raise NoUsableCkpt(
-            f"none of the {len(found)} ckpts under {self._storage.root} can be used:\n  "
-            + "\n  ".join(found)
-            + "\nNothing was deleted. Restore the volume, or start over knowingly: MIGRATOR_RESUME=never."
-        )
+        def load(name: str) -> loading.Loaded:
+            if self._team is not None:
+                return self._team.load(name)
+            return loading.load(self._storage, name, self._registry)
+
+        def note(name: str) -> None:
+            self._saver.bad |= {name}
+
+        return loading.newest_usable(self._candidates, load, where=self._storage.root, on_bad=note)
 
     def _after_load(self) -> None:
         self.is_loaded = True
@@ -493,11 +489,24 @@ class Life:
         if self._saver.newest is not None:
             newest = self._saver.newest
             return Outcome(True, "nothing was trained since it was loaded", newest.ckpt, newest.step, 0)
-        if self.can_load and self._candidates:
-            name = self._candidates[0]
-            step = (parse_ckpt_name(name) or (0, 0))[1]
-            return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", name, step)
+        for name in self._candidates if self.can_load else ():
+            if name not in self._saver.bad and (outcome := self._explain_candidate(name)) is not None:
+                return outcome
         return Outcome(False, "nothing to save: nothing was trained yet")
+
+    def _explain_candidate(self, name: str) -> Outcome | None:
+        """What a ckpt that was not loaded yet is worth; None: nothing, as far as can be seen without reading it."""
+        step = (parse_ckpt_name(name) or (0, 0))[1]
+        try:
+            lineage.whole(self._storage, name)
+            lineage.make_durable(self._storage, name)
+        except CkptCorrupt:
+            return None
+        except CkptMismatch:
+            pass  # of a newer version of the package: not ours to judge
+        except StorageError as error:
+            return Outcome(False, f"nothing was trained yet, and {error}", name, step)
+        return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", name, step)
 
     def close(self) -> None:
         """At exit: let a running save end, stop all threads, take the signal file away. May be called twice."""

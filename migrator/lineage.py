@@ -32,7 +32,10 @@ DIRECTORY = "generations"
 STALE = 10
 """A mark this many times older than the grace it names is over, whatever the clocks say."""
 
-_RECORD = re.compile(r"([0-9]{6,})\.json", re.ASCII)
+NOT_A_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.EFBIG})
+"""What reading says where there is no file, or something that is none of ours: damage, not a failing volume."""
+
+_RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
 _RECORD_LIMIT = 1 << 20
 _GRACE_IF_UNREADABLE_S = 30.0
 _GRACE_MAX_S = 3600.0
@@ -62,7 +65,7 @@ def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Ge
         continues = None if fresh else max(taken, default=None)
         record = {"generation": number, "continues": continues, "about": dict(about)}
         try:
-            storage.put(_record(number), seal("generation", record), exclusive=True)
+            storage.put(record_name(number), seal("generation", record), exclusive=True)
         except FileExistsError:
             # Another life was quicker, and so it is the one to continue.
             taken.add(number)
@@ -84,13 +87,22 @@ def ckpts(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> l
     found = [place for place in _directories(storage) if place[0] in lineage]
     names = [ckpt_name(*place) for place in sorted(found, reverse=True)]
     # By listing: asked for the name alone, NFS may say no for a while.
-    return [name for name in names if NAME in storage.list(name)]
+    return [name for name in names if _is_committed(storage, name)]
 
 
 def uncommitted(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:
     """What saves that never were committed left behind, or are writing."""
     found = [place for place in _directories(storage) if place[0] in lineage]
-    return [name for name in (ckpt_name(*place) for place in sorted(found)) if NAME not in storage.list(name)]
+    return [name for name in (ckpt_name(*place) for place in sorted(found)) if not _is_committed(storage, name)]
+
+
+def _is_committed(storage: LocalStorage, name: str) -> bool:
+    try:
+        return NAME in storage.list(name)
+    except StorageError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return True  # a link is not followed; `whole` says so by name, and the ckpt before it is taken
 
 
 def others(storage: LocalStorage, lineage: tuple[int, ...]) -> list[str]:
@@ -104,18 +116,29 @@ def whole(storage: LocalStorage, name: str) -> Manifest:
         manifest = Manifest.from_bytes(storage.get(f"{name}/{NAME}", limit=LIMIT))
         if manifest.ckpt != name:
             raise CkptCorrupt(f"its manifest is that of {manifest.ckpt}")
-        for part in manifest.parts:
-            size = storage.size(f"{name}/{part.name}")
-            if size != part.bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
-                raise CkptCorrupt(f"{part.name} {found}; {part.bytes} bytes were committed")
+        check_parts(storage, manifest)
     except CkptCorrupt as error:
         raise CkptCorrupt(f"{name}: {error}") from error
     except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.EFBIG, errno.EISDIR, errno.ENOTDIR):
+        if error.errno not in NOT_A_FILE:
             raise
         raise CkptCorrupt(f"{name}: {error}") from error
     return manifest
+
+
+def check_parts(storage: LocalStorage, manifest: Manifest) -> None:
+    """`CkptCorrupt` unless the parts that a manifest names are all there with the right sizes."""
+    for part in manifest.parts:
+        size = storage.size(f"{manifest.ckpt}/{part.name}")
+        if size != part.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CkptCorrupt(f"{part.name} {found}; {part.bytes} bytes were committed")
+
+
+def make_durable(storage: LocalStorage, name: str) -> None:
+    """What can be listed may be lost in a crash all the same: whoever made the name can have died before the sync."""
+    storage.sync_directory(name)
+    storage.sync_directory()
 
 
 def mark_leaving(storage: LocalStorage, generation: int, grace_s: float) -> None:
@@ -186,7 +209,12 @@ def _is_superseded(storage: LocalStorage, lineage: tuple[int, ...], generation: 
 
 
 def _read_mark(storage: LocalStorage, generation: int) -> _Mark | None:
-    since = storage.modified(_mark(generation))
+    try:
+        since = storage.modified(_mark(generation))
+    except StorageError as error:
+        if error.errno not in NOT_A_FILE:
+            raise
+        return None  # a link: no life of ours makes one
     if since is None:
         return None
     try:
@@ -194,7 +222,9 @@ def _read_mark(storage: LocalStorage, generation: int) -> _Mark | None:
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
-        raise
+        if error.errno not in NOT_A_FILE:
+            raise
+        grace_s = _GRACE_IF_UNREADABLE_S
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         grace_s = _GRACE_IF_UNREADABLE_S
     # Also for nan: a mark never makes the next life wait without end.
@@ -229,9 +259,9 @@ def _read_continues(storage: LocalStorage, number: int) -> int | None:
 
 def _read_record(storage: LocalStorage, number: int) -> dict[str, Any]:
     try:
-        record = unseal("generation", storage.get(_record(number), limit=_RECORD_LIMIT))
+        record = unseal("generation", storage.get(record_name(number), limit=_RECORD_LIMIT))
     except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.EFBIG, errno.EISDIR):
+        if error.errno not in NOT_A_FILE:
             raise
         raise CkptCorrupt(str(error)) from error
     if record.keys() != {"generation", "continues", "about"} or record["generation"] != number:
@@ -261,7 +291,8 @@ def _directories(storage: LocalStorage) -> list[tuple[int, int]]:
     return [place for name in storage.list() if (place := parse_ckpt_name(name)) is not None]
 
 
-def _record(number: int) -> str:
+def record_name(number: int) -> str:
+    """The file by which a life has its number."""
     return f"{DIRECTORY}/{number:06d}.json"
 
 

@@ -9,23 +9,31 @@ found on the way; the ckpt before it is then loaded over what was half loaded.
 from __future__ import annotations
 
 import logging
+import re
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from random import Random
+from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from migrator import randomness, tree
-from migrator.errors import CkptCorrupt, CkptMismatch
+from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageError
 from migrator.events import log
-from migrator.lineage import whole
-from migrator.manifest import Manifest
+from migrator.kinds import check_positions, set_state
+from migrator.lineage import NOT_A_FILE, make_durable, whole
+from migrator.manifest import Manifest, objects_from
 from migrator.parts import read_part
 from migrator.progress import Progress
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
 from migrator.tree import DTYPES, Stored, dtype_name
+
+_RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,13 @@ class Fit:
         name = self._manifest.ckpt
         random = self._random(tensors)
         loop = _filled(_decoded(self._loop), tensors)
+        if loop is not None:
+            _check_loop(name, loop)
         filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
         for key, kind in self._registry:
             try:
                 kind.restore(filled[key])
-            except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            except Exception as error:  # whatever the script's own load_state_dict() raises
                 raise CkptMismatch(
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
                     "Start without the ckpt: MIGRATOR_RESUME=never."
@@ -83,13 +93,18 @@ class Fit:
 
     def _random(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """This rank's own random states; where the ckpt has none for it, such as follow from another rank's."""
-        states = _filled(_decoded(self._manifest.extra.get("random")), tensors) or {}
-        if not isinstance(states, dict) or not all(rank.isdecimal() for rank in states):
+        states = _filled(_decoded(self._manifest.extra.get("random")), tensors)
+        if states is None:
+            return {}
+        if not isinstance(states, dict) or not all(isinstance(key, str) and _RANK.fullmatch(key) for key in states):
             raise CkptCorrupt(f"{self._manifest.ckpt}: its random states are not kept by rank")
-        if not states or str(self._rank) in states:
-            return dict(states.get(str(self._rank)) or {})
-        ranks = sorted(states, key=int)
-        other = ranks[self._rank % len(ranks)]
+        own, ranks = str(self._rank), sorted(states, key=int)
+        if not ranks or (own in states and type(states[own]) in (NoneType, dict) and not states[own]):
+            return {}
+        other = own if own in states else ranks[self._rank % len(ranks)]
+        _check_random(self._manifest.ckpt, states[other])
+        if other == own:
+            return dict(states[own])
         log("random_derived", level=logging.WARNING, ckpt=self._manifest.ckpt, other=other)
         return randomness.derived(states[other], self._rank)
 
@@ -98,7 +113,29 @@ def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0,
     """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
     manifest = whole(storage, name)
     fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.root / name}")
-    return fit.restore(read(storage, manifest, fit.homes()))
+    loaded = fit.restore(read(storage, manifest, fit.homes()))
+    # From now on it is spoken of as saved, while it may be there only because the node did not crash.
+    make_durable(storage, name)
+    return loaded
+
+
+def newest_usable(
+    names: Iterable[str], load: Callable[[str], Loaded], *, where: object, on_bad: Callable[[str], None]
+) -> Loaded:
+    """The first of these ckpts that is what was committed; the others are named and left in place."""
+    found = []
+    for name in names:
+        try:
+            return load(name)
+        except CkptCorrupt as error:
+            found.append(str(error))
+            on_bad(name)
+            log("ckpt_bad", level=logging.ERROR, ckpt=name, why=error)
+    raise NoUsableCkpt(
+        f"none of the {len(found)} ckpts under {where} can be used:\n  "
+        + "\n  ".join(found)
+        + "\nNothing was deleted. Restore the volume, or start over knowingly: MIGRATOR_RESUME=never."
+    )
 
 
 def read(storage: LocalStorage, manifest: Manifest, homes: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -106,7 +143,13 @@ def read(storage: LocalStorage, manifest: Manifest, homes: dict[str, Tensor]) ->
     tensors: dict[str, Tensor] = {}
     with Progress("loading") as progress:
         for part in manifest.parts:
-            tensors |= read_part(storage, manifest.ckpt, part, homes, progress=progress)
+            try:
+                tensors |= read_part(storage, manifest.ckpt, part, homes, progress=progress)
+            except StorageError as error:
+                # It was a file when the manifest was read.
+                if error.errno not in NOT_A_FILE:
+                    raise
+                raise CkptCorrupt(f"{manifest.ckpt}: {error}") from error
     return tensors
 
 
@@ -128,9 +171,41 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _own(manifest: Manifest, rank: int) -> dict[str, Any]:
     found = manifest.extra.get("own", {})
     own = found.get(str(rank), {}) if isinstance(found, dict) else {}
-    if not isinstance(own, dict) or not isinstance(own.get("objects", {}), dict):
-        raise CkptCorrupt(f"{manifest.ckpt}: what is rank {rank}'s own is not of the form that a save writes")
-    return own
+    try:
+        return {**own, "objects": objects_from(own.get("objects", {}))}
+    except (TypeError, AttributeError, CkptCorrupt) as error:
+        raise CkptCorrupt(
+            f"{manifest.ckpt}: what is rank {rank}'s own is not of the form that a save writes"
+        ) from error
+
+
+def _check_loop(name: str, loop: Any) -> None:
+    """The place in the loops is used only when a loop begins: too late to go back to another ckpt."""
+    loops = loop.get("loops") if isinstance(loop, dict) else None
+    if not isinstance(loops, dict):
+        raise CkptCorrupt(f"{name}: the place in its loops is not of the form that a save writes")
+    for label, state in loops.items():
+        is_ours = isinstance(label, str) and isinstance(state, dict)
+        if not is_ours or any(type(state[key]) is not kind for key, kind in _LOOP.items() if key in state):
+            raise CkptCorrupt(f"{name}: the place in one of its loops is not of the form that a save writes")
+        if "origin" in state:
+            _check_random(name, state["origin"].get("random"))
+
+
+_LOOP = {"handed": int, "is_over": bool, "batch_size": int, "origin": dict}
+
+
+def _check_random(name: str, states: Any) -> None:
+    """Random states are put back last of all: whether they can be is tried on generators that nobody needs."""
+    try:
+        set_state(torch.Generator(), states["torch"])
+        set_state(Random(0), states["python"])
+        if "numpy" in states:
+            set_state(np.random.RandomState(type(np.random.mtrand._rand._bit_generator)(0)), states["numpy"])
+        if not all(isinstance(state, Tensor) for state in states.get("cuda", ())):
+            raise TypeError("a device has a state that is no tensor")
+    except Exception as error:  # torch, Python and numpy raise whatever they like
+        raise CkptCorrupt(f"{name}: its random states are not such as a generator has: {error!r:.200}") from error
 
 
 def _decoded(node: Any) -> Any:
@@ -148,11 +223,19 @@ def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         for key in list(value):
             value[key] = _filled(value[key], tensors)
-        return value
+        return _proven(value)
     if type(value) in (list, tuple):
-        return type(value)([_filled(item, tensors) for item in value])
+        return _proven(type(value)([_filled(item, tensors) for item in value]))
     if isinstance(value, deque):
         return deque((_filled(item, tensors) for item in value), value.maxlen)
+    return value
+
+
+def _proven(value: Any) -> Any:
+    try:
+        check_positions(value)
+    except ValueError as error:
+        raise CkptCorrupt(str(error)) from error
     return value
 
 

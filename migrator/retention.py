@@ -6,7 +6,8 @@ be saving; if a later life exists it deletes nothing at all: it may be the one t
 was thought dead. Other lineages are never touched.
 
 Of a ckpt the manifest goes first: from then on it does not exist, and a crash leaves
-only bytes that the next commit sweeps, never a ckpt with a part missing.
+only bytes that the next commit sweeps, never a ckpt with a part missing. What dead
+writers left is swept on the same terms.
 
 A failure here costs room on the volume, so it is told and never raised.
 """
@@ -19,7 +20,8 @@ from migrator import lineage
 from migrator.errors import CkptCorrupt, CkptMismatch, StorageError
 from migrator.events import log
 from migrator.lineage import Generation
-from migrator.manifest import NAME, parse_ckpt_name
+from migrator.manifest import NAME, is_part_name, parse_ckpt_name
+from migrator.sharing import is_record_name
 from migrator.storage import LocalStorage
 
 
@@ -40,37 +42,54 @@ def retire(
     """
     gone: list[str] = []
     try:
-        for name in _superfluous(storage, generation, keep=max(1, keep), bad=bad):
+        kept = _kept(storage, generation, keep=max(1, keep), bad=bad)
+        if not kept:
+            return gone
+        ours = _where_to_delete(storage, generation)
+        for name in _superfluous(storage, generation, kept, ours, is_full=len(kept) == max(1, keep)):
             if name == current or not (sweeps or NAME in storage.list(name)):
                 continue
+            if _is_fenced(storage, generation):
+                return gone  # a later life has begun meanwhile, and may be loading
             _delete(storage, name)
             gone.append(name)
-        if gone:
-            storage.sync_directory()
+        if sweeps and not _is_fenced(storage, generation):
+            _sweep(storage, generation, kept, ours)
     except StorageError as error:
         log("retention_failed", level=logging.WARNING, error=error)
-    if gone:
-        log("retired", ckpts=",".join(gone))
+    finally:
+        if gone:
+            _make_durable(storage)
+            log("retired", ckpts=",".join(gone))
     return gone
 
 
-def _superfluous(storage: LocalStorage, generation: Generation, *, keep: int, bad: frozenset[str]) -> list[str]:
-    """What may go, oldest first."""
-    if max(lineage.numbers(storage), default=0) > generation.number:
+def _is_fenced(storage: LocalStorage, generation: Generation) -> bool:
+    return max(lineage.numbers(storage), default=0) > generation.number
+
+
+def _kept(storage: LocalStorage, generation: Generation, *, keep: int, bad: frozenset[str]) -> list[str]:
+    """The ckpts that stay, newest first and durable; none if nothing may be deleted."""
+    if _is_fenced(storage, generation):
         return []
-    committed = lineage.ckpts(storage, generation.lineage)
-    kept = _newest_whole(storage, committed, keep=keep, bad=bad)
+    kept = _newest_whole(storage, lineage.ckpts(storage, generation.lineage), keep=keep, bad=bad)
     if not kept or _age(kept[0])[0] != generation.number:
         # What was there before stays until this life has shown that it can commit.
         return []
     for name in kept:
         # That they can be listed does not mean that a node crash leaves them there.
-        storage.sync_directory(name)
-    storage.sync_directory()
-    ours = _where_to_delete(storage, generation)
+        lineage.make_durable(storage, name)
+    return kept
+
+
+def _superfluous(
+    storage: LocalStorage, generation: Generation, kept: list[str], ours: frozenset[int], *, is_full: bool
+) -> list[str]:
+    """What may go, oldest first."""
     remains = [name for name in lineage.uncommitted(storage, ours) if _age(name) < _age(kept[0])]
-    old = [name for name in committed if _age(name) < _age(kept[-1])] if len(kept) == keep else []
-    return sorted([*remains, *(name for name in old if _age(name)[0] in ours)], key=_age)
+    committed = lineage.ckpts(storage, generation.lineage) if is_full else []
+    old = [name for name in committed if _age(name) < _age(kept[-1]) and _age(name)[0] in ours]
+    return sorted([*remains, *old], key=_age)
 
 
 def _newest_whole(storage: LocalStorage, committed: list[str], *, keep: int, bad: frozenset[str]) -> list[str]:
@@ -102,6 +121,43 @@ def _delete(storage: LocalStorage, name: str) -> None:
     # Before any part: else a crash could bring the manifest back without them.
     storage.sync_directory(name)
     storage.delete_directory(name)
+
+
+def _sweep(storage: LocalStorage, generation: Generation, kept: list[str], ours: frozenset[int]) -> None:
+    """What writers left behind that died: hidden files, marks that are over, what a ckpt does not need any more."""
+    began = storage.modified(lineage.record_name(generation.number))
+    for directory in ("", lineage.DIRECTORY):
+        for name in storage.list(directory, aside=True):
+            path = f"{directory}/{name}" if directory else name
+            written = storage.modified(path)
+            # A life that is beginning right now writes aside, too: what came after our own beginning may be its.
+            if began is not None and written is not None and written < began:
+                # A ckpt that was being deleted is a directory.
+                storage.delete_directory(path)
+    for number in ours - {generation.number}:
+        # None of them is leaving any more: else only this generation would be ours.
+        lineage.unmark_leaving(storage, number)
+    for name in kept[1:]:
+        if _age(name)[0] in ours:
+            _sweep_ckpt(storage, name)
+
+
+def _sweep_ckpt(storage: LocalStorage, name: str) -> None:
+    """Of a ckpt that is not the newest nothing is needed but what its manifest names; nobody writes there."""
+    try:
+        needed = {part.name for part in lineage.whole(storage, name).parts}
+    except (CkptCorrupt, CkptMismatch):
+        return
+    ours = [found for found in storage.list(name) if is_part_name(found) or is_record_name(found)]
+    for found in (*(part for part in ours if part not in needed), *storage.list(name, aside=True)):
+        storage.delete(f"{name}/{found}")
+
+
+def _make_durable(storage: LocalStorage) -> None:
+    try:
+        storage.sync_directory()
+    except StorageError as error:
+        log("retention_failed", level=logging.WARNING, error=error)
 
 
 def _age(name: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ aside; without memory for that it waits.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -30,11 +31,11 @@ from torch import Tensor
 
 from migrator import environment, tree
 from migrator.capture import Capture, Capturer
-from migrator.errors import StorageError
+from migrator.errors import CkptCorrupt, StorageError
 from migrator.events import log
 from migrator.gate import Gate
 from migrator.kinds import LayoutChanged
-from migrator.lineage import Generation, whole
+from migrator.lineage import Generation, check_parts, make_durable, whole
 from migrator.manifest import NAME, Manifest, ckpt_name, own_name, part_name
 from migrator.parts import PartRecord, digest_of, write_part
 from migrator.registry import Registry
@@ -309,21 +310,36 @@ class Attempt:
         return part
 
     def _commit(self, manifest: Manifest) -> None:
-        data = manifest.to_bytes()
+        storage, data, place = self._shop.storage, manifest.to_bytes(), f"{manifest.ckpt}/{NAME}"
+
+        def check() -> None:
+            """A later life that thinks this one dead may have swept the parts, and another rank begun anew."""
+            try:
+                check_parts(storage, manifest)
+            except CkptCorrupt as error:
+                raise StorageError(
+                    f"cannot commit {manifest.ckpt}: {error}. A later life of the job seems to run; end one of them.",
+                    errno=errno.ENOENT,
+                ) from error
+
         try:
-            self._shop.storage.put(f"{manifest.ckpt}/{NAME}", data, exclusive=True)
-        except (FileExistsError, StorageError):
+            storage.put(place, data, exclusive=True, check=check)
+        except StorageError:
             # It may have appeared all the same: a lost reply, or a sync of its name that failed once.
             if self._found_committed(manifest.ckpt) is None:
                 raise
+        except FileExistsError:
+            if self._found_committed(manifest.ckpt) is None:
+                # Where there are no links a rank that died may have claimed the name and not used it. If it is only
+                # slow, its manifest and this one are as good: both name parts that are whole.
+                storage.put(place, data, exclusive=False, check=check)
 
     def _found_committed(self, name: str) -> Manifest | None:
         """The ckpt of this very step, if an attempt that failed at the last moment did make it, now durable."""
         if NAME not in self._shop.storage.list(name):
             return None
         found = whole(self._shop.storage, name)
-        self._shop.storage.sync_directory(name)
-        self._shop.storage.sync_directory()
+        make_durable(self._shop.storage, name)
         log("joined", ckpt=name, step=found.step)
         return found
 

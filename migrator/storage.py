@@ -6,21 +6,26 @@ in the same directory. What must exist at most once (a generation, a commit)
 gets its name by link(), which unlike rename() never takes a name that is taken.
 
 A sync that failed is never repeated on the same file: the kernel may have thrown
-the pages away and would report success. The attempt fails and starts anew.
+the pages away and would report success. The attempt fails and starts anew. And a
+call that says it gave or took a name is not believed: the name is looked for.
 
-The price: a process killed in between leaves a hidden file aside, never a half one in place.
+The kernel is asked by way of `os` alone, here and in `blocks`: so a test can put
+another one in its place, one that forgets what was not synced.
+
+The price: a process killed in between leaves a hidden file aside, never a half one
+in place. Retention sweeps it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
+import re
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 
 from migrator import blocks
@@ -35,7 +40,7 @@ _WHAT_TO_DO = {
     errno.EPERM: "Give the job's user the right to write there, or name another root (MIGRATOR_CKPT)",
     errno.EROFS: "Mount the volume writable, or name another root (MIGRATOR_CKPT)",
     errno.ENOTDIR: "A part of the path is a file; name a directory (MIGRATOR_CKPT)",
-    errno.EISDIR: "A directory lies where a file of a ckpt belongs; move it away",
+    errno.EISDIR: "Something else lies where a file of a ckpt belongs; move it away",
     errno.ENAMETOOLONG: "Choose a shorter root (MIGRATOR_CKPT) or job name (MIGRATOR_JOB)",
     errno.ENOENT: "It was expected to be there; see whether somebody cleans up the volume",
     errno.EEXIST: "Something lies where a new file belongs; move it away",
@@ -53,13 +58,14 @@ class LocalStorage:
             raise SettingsError(f"the job name {job!r} cannot name a directory; set another (MIGRATOR_JOB)")
         self.root = Path(root).absolute()
         self.directory = self.root / job
+        self._place = str(self.directory)
 
     def __repr__(self) -> str:
         return f"LocalStorage({str(self.directory)!r})"
 
     def check(self) -> None:
         """Show by a probe that files can be made, read and removed here; `StorageError` if not."""
-        probe = f"{_ASIDE}probe.{uuid.uuid4().hex}"
+        probe = _aside(Path("probe")).name
         self.make_directory("")
         self.put(probe, b"probe", exclusive=True)
         try:
@@ -69,10 +75,12 @@ class LocalStorage:
         if found != b"probe":
             raise StorageError(f"{self.directory} gave back other bytes than were written there")
 
-    def put(self, name: str, data: bytes, *, exclusive: bool) -> None:
+    def put(self, name: str, data: bytes, *, exclusive: bool, check: Callable[[], None] = lambda: None) -> None:
         """Make a small file durable under its name, all at once.
 
-        `exclusive`: `FileExistsError` if the name is taken, whatever another process does meanwhile.
+        `exclusive`: `FileExistsError` if the name is taken, whatever another process does meanwhile. What `check`
+        finds in the directory is there when the name appears, or it does not appear: a directory is removed in one
+        piece, and the bytes that wait for their name would go with it.
         """
         target = self._path(name)
         self._make(target.parent)
@@ -80,15 +88,16 @@ class LocalStorage:
         try:
             with _told("write", target, needed=len(data)):
                 _write_synced(aside, data)
+            check()
             if exclusive:
                 with _told("commit", target, passing=FileExistsError):
                     _link(aside, target)
             else:
                 with _told("replace", target):
-                    aside.replace(target)
+                    _rename(aside, target)
         finally:
             with suppress(OSError):
-                aside.unlink(missing_ok=True)
+                os.unlink(aside)
         # The name lives in the directory; without this a node crash can undo it.
         self._sync(target.parent)
 
@@ -103,19 +112,25 @@ class LocalStorage:
     def get(self, name: str, *, limit: int = 1 << 28) -> bytes:
         """The bytes of a small file."""
         path = self._path(name)
-        with _told("read", path), path.open("rb") as file:
-            data = file.read(limit + 1)
-        if len(data) > limit:
+        pieces, room = [], limit + 1
+        with self.open(name) as fd:
+            while room > 0 and (piece := os.read(fd, min(room, _READ_MAX))):
+                pieces.append(piece)
+                room -= len(piece)
+        if room <= 0:
             raise StorageError(f"{path} is larger than {limit} bytes; none of ours is", errno=errno.EFBIG)
-        return data
+        return b"".join(pieces)
 
     @contextmanager
     def open(self, name: str) -> Iterator[int]:
         """A file descriptor to read from; errors while reading are told as ours."""
         path = self._path(name)
         with _told("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without waiting: a pipe that nobody writes to would hold us for ever.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise IsADirectoryError(errno.EISDIR, "it is no regular file", str(path))
                 yield fd
             finally:
                 os.close(fd)
@@ -137,32 +152,50 @@ class LocalStorage:
         with _told("write", aside):
             try:
                 _write_synced(aside, b"")
-                return aside.stat().st_mtime
+                return os.stat(aside).st_mtime
             finally:
-                aside.unlink(missing_ok=True)
+                _unlink(aside)
 
-    def list(self, directory: str = "") -> list[str]:
-        """The names in a directory, sorted, without what is written aside; empty if it does not exist."""
+    def list(self, directory: str = "", *, aside: bool = False) -> list[str]:
+        """The names in a directory, sorted; empty if there is no such directory.
+
+        `aside`: instead the hidden ones of what is being written, or was when its writer died.
+        """
         path = self._path(directory)
         try:
-            with _told("list", path, passing=FileNotFoundError):
-                return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith(_ASIDE))
-        except FileNotFoundError:
+            with _told("list", path, passing=(FileNotFoundError, NotADirectoryError)):
+                names = sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
             return []
+        return [name for name in names if (_OURS.fullmatch(name) if aside else not name.startswith(_ASIDE))]
 
     def delete(self, name: str) -> None:
         """Remove a file; none there is fine."""
         path = self._path(name)
         with _told("delete", path):
-            path.unlink(missing_ok=True)
+            _unlink(path)
+            if _is_there(path):
+                raise OSError(errno.EIO, "it was reported as deleted and is still there")
 
     def delete_directory(self, name: str) -> None:
-        """Remove a directory with the files in it, hidden ones too; none there is fine."""
+        """Remove a directory with the files in it, hidden ones too; none there is fine.
+
+        It is moved aside first, in one piece: whoever still writes there fails, and finds no half of it.
+        """
         path = self._path(name)
         with _told("delete", path), suppress(FileNotFoundError):
-            for entry in list(path.iterdir()):
-                entry.unlink(missing_ok=True)
-            path.rmdir()
+            if not _is_directory(path):
+                os.unlink(path)
+                return
+            if not path.name.startswith(_ASIDE):
+                aside = _aside(path)
+                _rename(path, aside)
+                # Else a crash could bring it back under its name with some of its files gone.
+                self._sync(path.parent)
+                path = aside
+            for entry in sorted(os.listdir(path)):
+                _unlink(path / entry)
+            os.rmdir(path)
 
     def make_directory(self, name: str) -> None:
         """Make a directory and its name durable, with all above it."""
@@ -173,30 +206,40 @@ class LocalStorage:
         self._sync(self._path(name))
 
     def _path(self, name: str) -> Path:
-        if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name:
+        if name.startswith("/") or ".." in name.split("/") or name.count("/") > 1 or "\0" in name:
             raise StorageError(f"{name!r} is not a name inside {self.directory}", errno=errno.EACCES)
+        # As text: this comes before every call, and a path costs more than the look at it.
+        for place in dict.fromkeys((name.partition("/")[0], name)) if name else ():
+            if _is_link(f"{self._place}/{place}"):
+                raise StorageError(
+                    f"{self._place}/{place} is a link to somewhere else; a job's ckpts lie in its own directory. "
+                    "Move there what the link leads to, or remove the link. (The root itself may be a link.)",
+                    errno=errno.ELOOP,
+                )
         return self.directory / name
 
     def _stat(self, name: str) -> os.stat_result | None:
         path = self._path(name)
         try:
             with _told("look at", path, passing=(FileNotFoundError, NotADirectoryError)):
-                return path.stat()
+                return os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _make(self, directory: Path) -> None:
         with _told("make the directory", directory):
-            if directory.is_dir():
+            if _is_directory(directory):
                 return
         if directory.parent != directory:
             self._make(directory.parent)
         with _told("make the directory", directory):
             try:
-                directory.mkdir()
+                os.mkdir(directory)
             except FileExistsError:
-                if not directory.is_dir():
+                if not _is_directory(directory):
                     raise NotADirectoryError(errno.ENOTDIR, "is a file", str(directory)) from None
+            if not _is_there(directory):
+                raise OSError(errno.EIO, "it was reported as made and is not there")
         self._sync(directory.parent)
 
     def _sync(self, directory: Path) -> None:
@@ -237,7 +280,7 @@ class PartFile:
             finally:
                 # A network file system may tell only here that it could not store the bytes.
                 os.close(fd)
-            self._aside.rename(self._target)
+            _rename(self._aside, self._target)
 
     def __enter__(self) -> PartFile:
         return self
@@ -250,10 +293,12 @@ class PartFile:
             with suppress(OSError):
                 os.close(fd)
         with suppress(OSError):
-            self._aside.unlink(missing_ok=True)
+            os.unlink(self._aside)
 
 
 _ASIDE = "."
+_OURS = re.compile(r"\..+\.(?:[0-9a-f]{12}\.tmp|claim)", re.ASCII)
+_READ_MAX = 1 << 24
 
 
 def _aside(target: Path) -> Path:
@@ -269,10 +314,45 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def _unlink(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_link(path: str) -> bool:
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _rename(aside: Path, target: Path) -> None:
+    os.rename(aside, target)
+    if _is_there(aside) or not _is_there(target):
+        raise OSError(errno.EIO, "it was reported as renamed and is not")
+
+
 def _link(aside: Path, target: Path) -> None:
     """Give the file its name unless somebody has it: `FileExistsError`."""
     try:
         os.link(aside, target)
+        if not _is_there(target):
+            raise OSError(errno.EIO, "it was reported as linked and is not")
     except OSError as error:
         # Over a network the answer to a link that was made can get lost; the call repeated finds it taken.
         if _is_same_file(aside, target):
@@ -284,7 +364,7 @@ def _link(aside: Path, target: Path) -> None:
 
 def _is_same_file(one: Path, other: Path) -> bool:
     try:
-        return one.samefile(other)
+        return os.path.samestat(os.stat(one), os.stat(other))
     except OSError:
         return False
 
@@ -298,11 +378,11 @@ def _claim_and_rename(aside: Path, target: Path) -> None:
     os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     try:
         # By listing: who asks for the name alone may be told of an older time (NFS).
-        if target in target.parent.iterdir():
+        if target.name in os.listdir(target.parent):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        aside.rename(target)
+        _rename(aside, target)
     finally:
-        claim.unlink(missing_ok=True)
+        _unlink(claim)
 
 
 @contextmanager
@@ -320,7 +400,7 @@ def _told(
         raise
     except OSError as error:
         code = error.errno
-        reason = os.strerror(code) if code is not None else str(error)
+        reason = (error.strerror or os.strerror(code)) if code is not None else str(error)
         room = _room(path, needed) if code in (errno.ENOSPC, errno.EDQUOT) else ""
         todo = _WHAT_TO_DO.get(code or 0, "See whether the volume works")
         raise StorageError(f"cannot {doing} {path}: {reason}{room}. {todo}.", errno=code) from error
@@ -328,7 +408,8 @@ def _told(
 
 def _room(path: Path, needed: int | None) -> str:
     try:
-        free = shutil.disk_usage(path.parent).free
+        found = os.statvfs(path.parent)
     except OSError:
         return ""
+    free = found.f_bavail * found.f_frsize
     return f" (needed {needed if needed is not None else 'some'} bytes, {free} are free)"

@@ -229,6 +229,7 @@ class Team:
                 manifest = lineage.whole(self._storage, name)
                 data = self._storage.get(f"{name}/{NAME}", limit=LIMIT)
                 tensors = loading.read(self._storage, manifest, {})
+                lineage.make_durable(self._storage, name)
             except MigratorError as error:
                 ranks.tell(f"{what} read", {"bad": str(error)})
                 raise

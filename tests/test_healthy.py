@@ -220,11 +220,11 @@ from migrator.storage import LocalStorage
 put = LocalStorage.put
 holds, go = threading.Event(), threading.Event()
 
-def held(self, name, data, *, exclusive):
+def held(self, name, data, **how):
     if name.endswith("manifest.json"):
         holds.set()
         go.wait()
-    put(self, name, data, exclusive=exclusive)
+    put(self, name, data, **how)
 
 LocalStorage.put = held
 weight = torch.nn.Parameter(torch.zeros(1))

@@ -58,12 +58,12 @@ if os.environ.get("BLOCK_S"):
     saving.write_part, ForHook._write = Slow.write_slowly, Slow.told
 
 put = LocalStorage.put
-def commit(self, name, data, *, exclusive):
+def commit(self, name, data, **how):
     if name.endswith("manifest.json") and os.environ.get("HOLD_COMMIT"):
         wait_for("commit")
     if name.endswith("manifest.json") and os.environ.get("FAIL_COMMIT"):
         raise StorageError(os.environ["FAIL_COMMIT"], errno=30)
-    put(self, name, data, exclusive=exclusive)
+    put(self, name, data, **how)
 LocalStorage.put = commit
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:

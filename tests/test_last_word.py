@@ -23,10 +23,10 @@ import os, runpy, sys
 from migrator.errors import StorageError
 from migrator.storage import LocalStorage
 put = LocalStorage.put
-def fail(self, name, data, *, exclusive):
+def fail(self, name, data, **how):
     if name.endswith("manifest.json"):
         raise StorageError(os.environ["WHY"], errno=30)
-    put(self, name, data, exclusive=exclusive)
+    put(self, name, data, **how)
 LocalStorage.put = fail
 sys.argv = [os.environ["SCRIPT"]]
 runpy.run_path(sys.argv[0], run_name="__main__")

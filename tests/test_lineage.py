@@ -253,7 +253,7 @@ def test_a_disk_that_fails_is_not_called_corrupt(storage: LocalStorage, monkeypa
     def fail(*arguments: Any, **more: Any) -> Any:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(StorageError):
         whole(storage, name)
 

@@ -38,12 +38,12 @@ class Calls:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, str]] = []
         self.fail: dict[tuple[str, str], int] = {}
-        for name in ("fsync", "link", "rename", "replace", "mkdir", "unlink", "rmdir", "pwritev"):
+        for name in ("fsync", "link", "rename", "mkdir", "unlink", "rmdir", "pwritev"):
             patch.setattr(os, name, self._watched(name, getattr(os, name)))
 
     def _watched(self, name: str, real: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
-            shown = self._shown(self._path(arguments[1 if name in ("link", "rename", "replace") else 0]))
+            shown = self._shown(self._path(arguments[1 if name in ("link", "rename") else 0]))
             self.made.append((name, shown))
             code = self.fail.get((name, shown))
             if code is not None:
@@ -123,7 +123,7 @@ def test_replacing_keeps_the_same_order(storage: LocalStorage, calls: Calls) -> 
     assert [call for call in calls.made if call[0] != "unlink"] == [
         ("pwritev", "aside"),
         ("fsync", "aside"),
-        ("replace", "mark"),
+        ("rename", "mark"),
         ("fsync", "ckpt"),
     ]
 
