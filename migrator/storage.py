@@ -67,6 +67,7 @@ class LocalStorage:
         """Show by a probe that files can be made, read and removed here; `StorageError` if not."""
         probe = _aside(Path("probe")).name
         self.make_directory("")
+        self._sync_above()
         self.put(probe, b"probe", exclusive=True)
         try:
             found = self.get(probe, limit=64)
@@ -241,6 +242,22 @@ class LocalStorage:
             if not _is_there(directory):
                 raise OSError(errno.EIO, "it was reported as made and is not there")
         self._sync(directory.parent)
+
+    def _sync_above(self) -> None:
+        """Make durable where the job lies: who made these directories may have died before it synced their names."""
+        place = self.directory
+        while place != place.parent:
+            with _told("look at", place):
+                is_mounted_here = os.stat(place).st_dev != os.stat(place.parent).st_dev
+            if is_mounted_here:
+                return
+            place = place.parent
+            try:
+                self._sync(place)
+            except StorageError as error:
+                # What may not even be opened was there before us.
+                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    raise
 
     def _sync(self, directory: Path) -> None:
         with _told("sync", directory):

@@ -103,6 +103,10 @@ BREAKAGES: dict[str, tuple[Setting, Callable[[], Any]]] = {
     ),
     "nothing is swept": (ONE, lambda: patch.object(retention, "_sweep", _nothing)),
     "nobody is fenced": (OVERLAP, lambda: patch.object(retention, "_is_fenced", lambda of, generation: False)),
+    "where the job lies is not made durable": (
+        Setting(saved_once),
+        lambda: patch.object(LocalStorage, "_sync_above", _nothing),
+    ),
     "what was loaded is not made durable": (
         Setting(saved_once),
         lambda: patch("migrator.loading.make_durable", _nothing),
