@@ -7,7 +7,7 @@ READY := .venv/.ready
 TEST_ARGS ?=
 CRASH_ARGS ?=
 
-.PHONY: demo test long crashes mutants peers lint types examples bench all clean
+.PHONY: demo test long sweeps crashes mutants peers lint types examples bench all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -18,10 +18,13 @@ demo: $(READY)  ## train, be stopped, resume, and compare with a run that was ne
 	$(BIN)/python examples/demo.py
 
 test: $(READY)  ## all tests but the long variants
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not sweep" $(TEST_ARGS)
 
 long: $(READY)  ## the long variants
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(TEST_ARGS)
+
+sweeps: $(READY)  ## the longest variants: every line of every life struck at
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep $(TEST_ARGS)
 
 crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from (CRASH_ARGS="--states 1000000")
 	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
@@ -41,7 +44,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 examples: $(READY)  ## each example, stopped and resumed
-	$(BIN)/python -m pytest -m "not long" tests/test_examples.py
+	$(BIN)/python -m pytest -m "not long and not sweep" tests/test_examples.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py
@@ -52,4 +55,4 @@ bench: $(READY)
 all: lint types test demo
 
 clean:
-	rm -rf .venv build dist demo-out elastic-out *.egg-info
+	rm -rf .venv .venv-peers build dist demo-out elastic-out *.egg-info

@@ -37,6 +37,8 @@ from tests.gang import Gang, is_running, state_of
 from tests.harness import ROOT, ForkServer, Job, Process, events_in, until
 
 long = pytest.mark.long
+CHANCES = 5
+"""In so many lives an event that comes by chance has to come once."""
 EVENTFUL = ROOT / "tests" / "jobs" / "eventful.py"
 GRACE_S = {1: 2.0, 2: 4.0}
 """Of one process, and of each of two ranks."""
@@ -489,15 +491,21 @@ class Sweep:
                     raise failure
 
     def _failure(self, number: int, strike: Strike) -> AssertionError | None:
-        trial = Trial(self._server, self._directory / f"strike-{number}", strike.scenario)
-        try:
-            self._run(trial, strike)
-        except AssertionError as error:
-            return AssertionError(f"{strike}:\n{error}")
-        finally:
-            trial.end()
-        shutil.rmtree(self._directory / f"strike-{number}")
-        return None
+        for attempt in range(CHANCES):
+            directory = self._directory / f"strike-{number}-{attempt}"
+            trial = Trial(self._server, directory, strike.scenario)
+            try:
+                self._run(trial, strike)
+            except NotStruck as error:
+                failure: AssertionError | None = error
+                continue
+            except AssertionError as error:
+                return AssertionError(f"{strike}:\n{error}")
+            finally:
+                trial.end()
+            shutil.rmtree(directory)
+            return None
+        return AssertionError(f"{strike}: not once in {CHANCES} lives\n{failure}")
 
     def _run(self, trial: Trial, strike: Strike) -> None:
         scenario, survey = strike.scenario, self._survey
@@ -508,7 +516,7 @@ class Sweep:
         if isinstance(running, Gang):
             struck = self._lose_a_rank(trial, running, strike)
         elif strike.how == "SIGKILL":
-            assert running.wait() == -signal.SIGKILL, running.text
+            wait_until_killed(running)
             struck = trial.ended(running)
         elif strike.how == "SIGSTOP":
             struck = self._freeze_for_a_while(trial, running, strike)
@@ -562,7 +570,7 @@ class Sweep:
         """The other one ends in time, with what it has if it can; by itself, or since its pod is deleted as well."""
         victim, (other,) = gang[strike.rank], [rank for rank in range(gang.size) if rank != strike.rank]
         if strike.how == "SIGKILL":
-            assert victim.wait() == -signal.SIGKILL, gang.text
+            wait_until_killed(victim)
         else:
             wait_until_frozen(victim)
         if is_running(gang[other].pid) and "signal source=" not in gang[other].text:
@@ -581,9 +589,19 @@ class Sweep:
         return life
 
 
+class NotStruck(AssertionError):  # noqa: N818 - says what it is
+    """The event did not come in this life: some come only as ranks happen to run."""
+
+
+def wait_until_killed(process: Process) -> None:
+    if process.wait() != -signal.SIGKILL:
+        raise NotStruck(process.text)
+
+
 def wait_until_frozen(process: Process) -> None:
     until(lambda: state_of(process.pid) in ("T", "Z", ""), "it to strike itself", context=lambda: process.text)
-    assert state_of(process.pid) == "T", process.text
+    if state_of(process.pid) != "T":
+        raise NotStruck(process.text)
 
 
 @pytest.fixture
@@ -664,7 +682,8 @@ def strikes_of_ranks(survey: Survey, event: str, how: str) -> list[Strike]:
     return list(first.values())
 
 
-@long
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name.replace(" ", "-"))
 def test_struck_at_every_line_of_a_life(sweep: Sweep, survey: Survey, scenario: Scenario) -> None:
     """SIGKILL at each occurrence of each event, whatever it is."""

@@ -558,7 +558,7 @@ def test_a_true_manifest_of_two_ranks_with_something_exchanged_is_refused_or_loa
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@some(150, times=20)
+@some(150, times=8)
 @given(st.data(), st.booleans())
 def test_many_manifests_with_something_exchanged_are_refused_or_loaded(
     job: Victim, of_two: Victim, data: st.DataObject, is_of_two: bool
@@ -847,7 +847,7 @@ def test_a_true_header_with_something_exchanged_is_refused_or_read(job: Victim, 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@some(100, times=25)
+@some(100, times=8)
 @given(st.data())
 def test_many_headers_with_something_exchanged_are_refused_or_read(job: Victim, data: st.DataObject) -> None:
     """The same, longer."""
@@ -1604,7 +1604,7 @@ def test_any_damage_in_a_file_of_the_predecessor_runs_nothing(heir: Heir, data: 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@some(150, times=30)
+@some(150, times=10)
 @given(st.data())
 def test_much_damage_in_a_file_of_the_predecessor_runs_nothing(heir: Heir, data: st.DataObject) -> None:
     """The same, longer."""
