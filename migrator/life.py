@@ -251,7 +251,17 @@ class Life:
         def note(name: str) -> None:
             self._saver.bad |= {name}
 
-        return loading.newest_usable(self._candidates, load, where=self._storage.root, on_bad=note)
+        try:
+            return loading.newest_usable(self._candidates, load, where=self._storage.root, on_bad=note)
+        except NoUsableCkpt as error:
+            later = max(lineage.numbers(self._storage), default=0)
+            if later <= self._generation.number:
+                raise
+            raise NoUsableCkpt(
+                f"a later life of the job (generation {later}) has begun since this one (generation "
+                f"{self._generation.number}) looked for ckpts, and has deleted them since. The later one goes on; "
+                f"end this one. It found: {error}"
+            ) from error
 
     def _after_load(self) -> None:
         self.is_loaded = True

@@ -64,6 +64,8 @@ def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Ge
         number = max(taken, default=0) + 1
         continues = None if fresh else max(taken, default=None)
         record = {"generation": number, "continues": continues, "about": dict(about)}
+        # A crash must not leave this record without the one it continues, whose maker may have died before the sync.
+        storage.sync_directory(DIRECTORY)
         try:
             storage.put(record_name(number), seal("generation", record), exclusive=True)
         except FileExistsError:

@@ -120,6 +120,7 @@ class Return(Life):
         self.settings: Any = SimpleNamespace(resume="auto")
         self.step = 0
         self._storage = ckpts.storage
+        self._generation: Any = SimpleNamespace(number=ckpts.lineage[0])
         self._legacy = None
         self._team: Any = None
         if ckpts.size > 1:

@@ -475,6 +475,17 @@ def test_without_a_whole_ckpt_the_start_ends_with_an_error_that_names_them_all(c
         assert on_disk(ckpts.storage.root) == before
 
 
+def test_a_life_whose_ckpts_were_deleted_by_a_later_one_says_so(one: Ckpts) -> None:
+    """It had looked for ckpts, and was frozen until the pod that replaced it had saved and deleted them."""
+    life = one.life()
+    later = lineage.claim(one.storage, fresh=False, about={})
+    with aside(one.path(one.newest)), aside(one.path(one.older)):
+        life._candidates = [one.newest, one.older]
+        with pytest.raises(NoUsableCkpt, match=rf"a later life of the job \(generation {later.number}\) has begun"):
+            life._newest_usable()
+    one.path("generations", f"{later.number:06d}.json").unlink()
+
+
 # Things that are no files.
 
 

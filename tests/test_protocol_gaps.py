@@ -1060,3 +1060,56 @@ def test_a_manifest_with_a_number_that_no_name_holds_is_corrupt() -> None:
     assert Manifest.from_bytes(Manifest(1, last, "job", 1, (), {}).to_bytes()).step == last
     with pytest.raises(CkptCorrupt, match="step"):
         Manifest.from_bytes(Manifest(1, last + 1, "job", 1, (), {}).to_bytes())
+
+
+def test_a_start_syncs_all_directories_above_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made them may have died before their names were synced; one that may not be opened was there before."""
+    (tmp_path / "a" / "root" / "job").mkdir(parents=True)
+    synced: list[Path] = []
+
+    def sync(self: LocalStorage, directory: Path) -> None:
+        synced.append(directory)
+        if directory == tmp_path.parent:
+            raise StorageError("not ours", errno=errno.EACCES)
+
+    monkeypatch.setattr(LocalStorage, "_sync", sync)
+    LocalStorage(tmp_path / "a" / "root", "job").check()
+
+    above = [tmp_path / "a" / "root", tmp_path / "a", tmp_path, tmp_path.parent, tmp_path.parent.parent]
+    assert synced[: len(above)] == above
+
+
+def test_a_start_that_cannot_sync_the_directories_above_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those that are not ours to open."""
+    (tmp_path / "root" / "job").mkdir(parents=True)
+
+    def sync(self: LocalStorage, directory: Path) -> None:
+        raise StorageError("the volume fails", errno=errno.EIO)
+
+    monkeypatch.setattr(LocalStorage, "_sync", sync)
+    with pytest.raises(StorageError, match="the volume fails"):
+        LocalStorage(tmp_path / "root", "job").check()
+
+
+def test_a_record_is_made_when_the_one_it_continues_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash could leave it without: what it continues would never be cleaned up."""
+    storage = LocalStorage(tmp_path, "job")
+    lineage.claim(storage, fresh=False, about={})
+    calls: list[tuple[str, str]] = []
+    sync, put = LocalStorage.sync_directory, LocalStorage.put
+
+    def noted_sync(self: LocalStorage, name: str = "") -> None:
+        calls.append(("sync", name))
+        sync(self, name)
+
+    def noted_put(self: LocalStorage, name: str, data: bytes, **how: Any) -> None:
+        calls.append(("put", name))
+        put(self, name, data, **how)
+
+    monkeypatch.setattr(LocalStorage, "sync_directory", noted_sync)
+    monkeypatch.setattr(LocalStorage, "put", noted_put)
+    lineage.claim(storage, fresh=False, about={})
+
+    assert calls == [("sync", "generations"), ("put", "generations/000002.json")]
