@@ -114,8 +114,13 @@ def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0,
     manifest = whole(storage, name)
     fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.root / name}")
     loaded = fit.restore(read(storage, manifest, fit.homes()))
-    # From now on it is spoken of as saved, while it may be there only because the node did not crash.
-    make_durable(storage, name)
+    try:
+        # From now on it is spoken of as saved, while it may be there only because the node did not crash.
+        make_durable(storage, name)
+    except StorageError as error:
+        if error.errno not in NOT_A_FILE:
+            raise
+        raise CkptCorrupt(f"{name} was deleted while it was read: {error}") from error
     return loaded
 
 

@@ -486,6 +486,26 @@ def test_a_life_whose_ckpts_were_deleted_by_a_later_one_says_so(one: Ckpts) -> N
     one.path("generations", f"{later.number:06d}.json").unlink()
 
 
+def test_a_ckpt_that_is_deleted_while_it_is_read_leads_back(one: Ckpts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a later life, between its last byte and the moment at which it counts as loaded."""
+    read = loading.read
+
+    def read_and_lose(storage: Any, found: Manifest, homes: Any) -> Any:
+        tensors = read(storage, found, homes)
+        if found.ckpt == one.newest:
+            one.path(one.newest).rename(one.path(".away"))
+        return tensors
+
+    monkeypatch.setattr(loading, "read", read_and_lose)
+    life = one.life()
+    try:
+        assert life.load() == one.older
+    finally:
+        one.path(".away").rename(one.path(one.newest))
+    assert life.bad == {one.newest}
+    assert life.state == one.states[one.older, 0]
+
+
 # Things that are no files.
 
 
