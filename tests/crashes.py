@@ -183,10 +183,19 @@ class Life:
     """One life of the job, as far as the volume sees it. Of several ranks this is one."""
 
     def __init__(
-        self, machine: Machine, told: Told, *, keep: int, rank: int = 0, size: int = 1, toy: Toy | None = None
+        self,
+        machine: Machine,
+        told: Told,
+        *,
+        keep: int,
+        rank: int = 0,
+        size: int = 1,
+        toy: Toy | None = None,
+        poll_s: float = 2.0,
     ) -> None:
         self.storage = machine.storage(JOB)
         self._machine = machine
+        self._poll_s = poll_s
         self._told = told
         self._keep = keep
         self._rank = rank
@@ -201,7 +210,11 @@ class Life:
         self.storage.check()
         generation = lineage.claim(self.storage, fresh=False, about={})
         lineage.wait_for_leaving(
-            self.storage, generation.lineage, clock=lambda: self._machine.now_s, sleep=self._machine.sleep
+            self.storage,
+            generation.lineage,
+            clock=lambda: self._machine.now_s,
+            sleep=self._machine.sleep,
+            poll_s=self._poll_s,
         )
         names = lineage.ckpts(self.storage, generation.lineage)
         self.work_in(generation)
@@ -757,7 +770,8 @@ class Search:
         """It starts from what was promised, or newer; None if there is nothing left to start from, and it says so."""
         promised, keep = told.promised, self._setting.keep
         least = promised.least(keep)
-        life = Life(machine, told, keep=keep, toy=self._toy)
+        # Nobody else goes on meanwhile: it need not look often.
+        life = Life(machine, told, keep=keep, toy=self._toy, poll_s=LONG_GRACE_S / 3)
         try:
             life.begin()
         except NoUsableCkpt as error:
