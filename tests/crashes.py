@@ -20,10 +20,12 @@ of calls of several writers there are samples here, not all; those of their word
 from __future__ import annotations
 
 import argparse
+import ctypes
 import logging
 import os
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -900,6 +902,11 @@ def visit(setting: Setting, states: int, depth: int) -> Seen:
         raise
 
 
+def _end_with_parent() -> None:
+    """The kernel ends this process with the one that started it, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=100_000, help="so many distinct states at least (100,000)")
@@ -910,7 +917,7 @@ def main() -> int:
     start_s = time.monotonic()
     total = Seen()
     print(f"{'search':50} {'states':>9} {'crashes':>9} {'recoveries':>10} {'walked back':>11} {'seconds':>7}")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), initializer=_end_with_parent) as pool:
         for setting, seen in zip(
             SETTINGS, pool.map(visit, SETTINGS, repeat(each), repeat(arguments.depth)), strict=True
         ):
