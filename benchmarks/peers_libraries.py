@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,7 +159,7 @@ class Safetensors:
         training.step = int(state["optimizer"]["state"][0]["step"])
 
 
-class _ByDirectories:
+class _ByDirectories(ABC):
     """A new directory for each step, and a pointer to the newest that is replaced when that is whole."""
 
     def save(self, directory: Path, training: Training) -> None:
@@ -175,11 +176,13 @@ class _ByDirectories:
         self._read(directory / (directory / "latest").read_text(), training)
         training.step = int(training.optimizer.state_dict()["state"][0]["step"])
 
+    @abstractmethod
     def _write(self, directory: Path, training: Training) -> None:
-        raise NotImplementedError
+        """All of it, into a new directory."""
 
+    @abstractmethod
     def _read(self, directory: Path, training: Training) -> None:
-        raise NotImplementedError
+        """What `_write` has put there."""
 
 
 class DistributedCheckpoint(_ByDirectories):
