@@ -894,9 +894,11 @@ SETTINGS = [
 
 
 def visit(setting: Setting, states: int, depth: int) -> Seen:
+    """So many states at least: where there are not so many behind `depth` crashes in a row, behind one more."""
     torch.set_num_threads(1)
     try:
-        return Search(setting, states=states, depth=depth).run()
+        seen = Search(setting, states=states, depth=depth).run()
+        return seen if seen.states >= states else visit(setting, states, depth + 1)
     except BaseException as error:
         error.add_note(f"in the search {setting.name!r}") if sys.version_info >= (3, 11) else None
         raise
@@ -910,7 +912,7 @@ def _end_with_parent() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=100_000, help="so many distinct states at least (100,000)")
-    parser.add_argument("--depth", type=int, default=2, help="crashes in a row (2)")
+    parser.add_argument("--depth", type=int, default=2, help="crashes in a row (2); more where there are too few states")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="searches at the same time")
     arguments = parser.parse_args()
     each = -(-arguments.states // len(SETTINGS))

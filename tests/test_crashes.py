@@ -39,6 +39,7 @@ from tests.crashes import (
     saved_once,
     that_does_not_sync,
     together,
+    visit,
 )
 from tests.disk import SECTOR, Directory, Disk, Kernel
 
@@ -52,6 +53,14 @@ def test_every_promise_is_kept_behind_a_crash_and_one_more(setting: Setting) -> 
 
     assert seen.states >= 120
     assert seen.levels[1] > 0
+
+
+def test_where_there_are_too_few_states_there_is_one_more_crash() -> None:
+    """So many distinct states as were asked for, however short the story."""
+    seen = visit(Setting(saved_once), 240, 1)
+
+    assert seen.states >= 240
+    assert [level for level, states in seen.levels.items() if states] == [0, 1]
 
 
 def test_what_rots_is_walked_back_from() -> None:
