@@ -151,6 +151,39 @@ def test_a_kernel_that_cannot_pass_the_cache_by_writes_all_the_same(
     assert (tmp_path / "file").read_bytes() == b"abc"
 
 
+def test_a_failure_is_told_at_once_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a refused flag is answered with another call: after an I/O error a second one may look well, and is not."""
+    calls = []
+
+    def fail(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        calls.append(flags)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_all(-1, [memoryview(b"abc")], 0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 9, 10, 11, 20, 35])
+def test_a_buffer_larger_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A call moves so much at most, and that much it does move."""
+    monkeypatch.setattr(blocks, "_CALL_MAX", 10)
+    real, moved = os.pwritev, []
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        moved.append(sum(map(len, buffers)))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    data = bytes(range(size))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    assert write_all(fd, [memoryview(data), memoryview(data)], 0) == 2 * size
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == 2 * data
+    assert max(moved) <= 10
+
+
 def test_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
     """Not an endless loop, and not zeros."""
     (tmp_path / "file").write_bytes(b"abc")
@@ -371,6 +404,29 @@ def test_a_bad_block_is_named_with_file_and_tensors(storage: LocalStorage, small
     os.close(fd)
     with pytest.raises(CkptCorrupt, match=f"{PART}: block {len(record.blocks)} of {len(record.blocks)} .*holds second"):
         read_part(storage, CKPT, record)
+
+
+@pytest.mark.parametrize(("index", "inside"), [(5, "a"), (6, "b"), (7, "c")])
+def test_only_what_lies_in_a_bad_block_is_named(
+    storage: LocalStorage, small_blocks: int, index: int, inside: str
+) -> None:
+    """Tensors that end where the block begins, or begin where it ends, are whole."""
+    tensors = {"a": torch.zeros(476), "b": torch.zeros(250), "c": torch.zeros(200)}
+    record = write_part(storage, PART, tensors)
+    assert [place.end for place in Layout.of(tensors).places] == [6000, 7000, 7800]
+    with path_of(storage).open("r+b") as file:
+        file.seek(1000 * index + 500)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=rf"block {index + 1} of 8 .*\(it holds {inside}\)"):
+        read_part(storage, CKPT, record)
+
+
+def test_a_record_is_what_the_manifest_says_of_it(storage: LocalStorage) -> None:
+    """What only its writer knows makes no other one of it, and nobody has to read it in a log."""
+    record = write_part(storage, PART, {"a": torch.zeros(3)})
+    assert record.tensor_digests
+    assert record == replace(record, tensor_digests={})
+    assert "tensor_digests" not in repr(record)
 
 
 @pytest.mark.parametrize("change", [-1, +1, -4000, None])
