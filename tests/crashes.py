@@ -912,7 +912,9 @@ def _end_with_parent() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=100_000, help="so many distinct states at least (100,000)")
-    parser.add_argument("--depth", type=int, default=2, help="crashes in a row (2); more where there are too few states")
+    parser.add_argument(
+        "--depth", type=int, default=2, help="crashes in a row (2); more where there are too few states"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="searches at the same time")
     arguments = parser.parse_args()
     each = -(-arguments.states // len(SETTINGS))
