@@ -62,7 +62,9 @@ def test_stopped_five_times_it_ends_as_if_nothing_had_happened(job: Job, loader:
 
 
 def is_turn(place: str) -> bool:
-    """One moment of each batch, another one in the next; there is no step in every batch."""
+    """One moment of each batch, another one in the next (there is no step in every batch); and all between epochs."""
+    if place.count(":") == 1:
+        return True
     _, batch, name = place.split(":")
     kinds = ["drawn", "backward", "stepped" if int(batch) in (3, 6, 9, 10) else "done", "done"]
     return name == kinds[int(batch) % 4]
@@ -73,7 +75,7 @@ def test_stopped_at_every_batch_in_turn(job: Job, loader: str):
     """One batch a life: drawn, computed, stepped or done; in the evaluation, between epochs, after the last batch."""
     env = {"LOADER": loader, "EPOCHS": "1"}
     reference = unstopped(job.use(EVERYTHING), **env)
-    places = [place for place in reference.moments if place.count(":") == 1 or is_turn(place)]
+    places = [place for place in reference.moments if is_turn(place)]
 
     story = stopped(job, places, **env)
 
@@ -82,12 +84,27 @@ def test_stopped_at_every_batch_in_turn(job: Job, loader: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loader", [*LOADERS, "persistent"])
-def test_stopped_once_at_each_moment(job: Job, loader: str):
-    """Each moment of a run, one at a time, in a job of its own."""
-    env = {"LOADER": loader, "EPOCHS": "2", "WORKERS": "2" if loader == "persistent" else "0"}
+@pytest.mark.parametrize(
+    ("loader", "turn"),
+    [*(("elastic", turn) for turn in range(3)), *((loader, i % 3) for i, loader in enumerate(LOADERS[1:]))],
+)
+def test_stopped_once_at_each_moment(job: Job, loader: str, turn: int):
+    """Each moment of a run, one at a time, in a job of its own; of the other loaders' moments every third."""
+    env = {"LOADER": loader, "EPOCHS": "2"}
     reference = unstopped(job.use(EVERYTHING), **env)
-    for number, place in enumerate(reference.moments[2:]):
+    for number, place in enumerate(reference.moments[2 + turn :: 3]):
+        story = stopped(job, [place], **env, MIGRATOR_JOB=f"job-{number}")
+        assert_as_if_nothing_had_happened(story, reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("epoch", ["0", "1"])
+def test_stopped_once_in_each_batch_with_workers_that_stay(job: Job, epoch: str):
+    """Loader workers that live for several epochs: they are begun anew in mid-epoch, and kept from there on."""
+    env = {"LOADER": "persistent", "EPOCHS": "2", "WORKERS": "2"}
+    reference = unstopped(job.use(EVERYTHING), **env)
+    places = [place for place in reference.moments if place.startswith(f"{epoch}:") and is_turn(place)]
+    for number, place in enumerate(places):
         story = stopped(job, [place], **env, MIGRATOR_JOB=f"job-{number}")
         assert_as_if_nothing_had_happened(story, reference)
 
