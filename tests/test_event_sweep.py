@@ -375,10 +375,13 @@ class Survey:
     def volume(self, name: str) -> tuple[Path, Life]:
         """What a preparation leaves behind."""
         preparation = next(p for p in PREPARATIONS if p.name == name)
-        env = {**EVERY_3, "STOP": "5", "AWAIT": "committed:1" if preparation.size == 1 else "signal:0"}
+        # Else the news could find the first save under way, and end it for the newer step.
+        env = {**EVERY_3, "STOP": "5", "AWAIT": "ckpts:1"}
         scenario = Scenario(f"prepared {name}", env, size=preparation.size, always=preparation.always)
         life = self._undisturbed(scenario, [143] * preparation.size)
-        return self._place(scenario) / "ckpts", life
+        volume = self._place(scenario) / "ckpts"
+        assert sorted(path.parent.name[-1] for path in volume.glob("*/*/manifest.json")) == ["3", "5"], life
+        return volume, life
 
     def life(self, scenario: Scenario) -> Life:
         """The life that will be struck."""

@@ -6,7 +6,7 @@ soon as that line is written: SIGKILL, or SIGSTOP. What has been logged as done 
 STOP is the step behind which the news come, on STOP_RANK, by STOP_HOW (`sigterm`, `file`). ODD lists, in words, what
 else happens in this life; see `is_odd`. ODD_RANK is the rank that is odd where only one is. LOADER says how batches
 are drawn (`elastic`, `plain`, `wrapped`), LOOP whether by `batches()` or by the loader alone (`bare`). AWAIT is an
-event, by name and number, that has to have come before the news. DRAWS=no is a model of one process as several ranks
+event, by name and number, that has to have come before the news, or so many `ckpts` of whichever rank. DRAWS=no is a model of one process as several ranks
 train it.
 
 Each line it prints can be compared with that of the same rank in a job that nobody disturbed. All ranks hold the same
@@ -338,8 +338,11 @@ def at_last():
     if is_odd("slow part"):
         wait_until(lambda: faults.is_held, at_most_s=5)
     if "AWAIT" in os.environ:
-        event, _, times = os.environ["AWAIT"].partition(":")
-        wait_until(has_logged(event, int(times)), at_most_s=5)
+        what, _, times = os.environ["AWAIT"].partition(":")
+        if what == "ckpts":
+            wait_until(lambda: len(list(Path(os.environ["MIGRATOR_CKPT"]).glob("*/*/manifest.json"))) >= int(times))
+        else:  # who was struck may wait in vain
+            wait_until(has_logged(what, int(times)), at_most_s=5)
     if is_odd("failing last part"):
         faults.in_part.append(errno.EIO)
     if is_odd("no directory"):
