@@ -42,7 +42,7 @@ _WHAT_TO_DO = {
     errno.ENOTDIR: "A part of the path is a file; name a directory (MIGRATOR_CKPT)",
     errno.EISDIR: "Something else lies where a file of a ckpt belongs; move it away",
     errno.ENAMETOOLONG: "Choose a shorter root (MIGRATOR_CKPT) or job name (MIGRATOR_JOB)",
-    errno.ENOENT: "It was expected to be there; see whether somebody cleans up the volume",
+    errno.ENOENT: "It should be there; see whether somebody cleans up the volume, or name another root (MIGRATOR_CKPT)",
     errno.EEXIST: "Something lies where a new file belongs; move it away",
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or name another root (MIGRATOR_CKPT)",
     errno.EIO: "See the node's kernel log; the volume or the way to it is failing",

@@ -354,6 +354,12 @@ def test_check_names_a_root_that_is_a_file(storage: LocalStorage) -> None:
     assert not failure.value.transient
 
 
+def test_check_names_another_root_where_none_can_be_made() -> None:
+    """A file system of the kernel's own has no room for directories, and says that there is no such one."""
+    with pytest.raises(StorageError, match=r"cannot make the directory /proc/ckpts: .* name another root"):
+        LocalStorage(Path("/proc/ckpts"), "job").check()
+
+
 def test_check_names_a_root_below_a_file(tmp_path: Path) -> None:
     """At any height."""
     (tmp_path / "file").touch()
