@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.mutants import EXPLAINED, ROOT, SUBJECTS, all_of, mutants_of, source_of
+from tests.mutants import EXPLAINED, ROOT, SUBJECTS, Bench, all_of, mutants_of, source_of
 
 SAMPLE = '''
 """A docstring() == 1."""
@@ -117,6 +118,21 @@ def test_no_explanation_is_stale() -> None:
     there = {mutant.id for module in SUBJECTS for mutant in all_of(module)}
     assert EXPLAINED.keys() <= there, sorted(EXPLAINED.keys() - there)
     assert all(EXPLAINED.values())
+
+
+def test_only_the_unchanged_code_says_how_long_its_tests_take(tmp_path: Path) -> None:
+    """A mutant is in place while its tests run, and at no other time: no stage takes it for the code itself."""
+    runs: list[tuple[bool, bool]] = []
+
+    class Watched(Bench):
+        def _run(self, stage: tuple[str, ...], *, deadline_s: float, compiles: bool = False) -> tuple[str, float]:
+            runs.append((compiles, (self.tree / "migrator" / "blocks.py").read_text() == source_of("blocks")))
+            return "", 1.0
+
+    bench = Watched(tmp_path)
+    bench.try_it(all_of("blocks")[0], [("quick",), ("slow",)])
+
+    assert runs == [(True, True), (False, False)] * 2
 
 
 def test_a_commit_without_its_sync_is_noticed() -> None:
