@@ -6,8 +6,8 @@ soon as that line is written: SIGKILL, or SIGSTOP. What has been logged as done 
 STOP is the step behind which the news come, on STOP_RANK, by STOP_HOW (`sigterm`, `file`). ODD lists, in words, what
 else happens in this life; see `is_odd`. ODD_RANK is the rank that is odd where only one is. LOADER says how batches
 are drawn (`elastic`, `plain`, `wrapped`), LOOP whether by `batches()` or by the loader alone (`bare`). AWAIT is an
-event, by name and number, that has to have come before the news, or so many `ckpts` of whichever rank. DRAWS=no is a model of one process as several ranks
-train it.
+event, by name and number, that has to have come before the news, or so many `ckpts` of whichever rank. DRAWS=no is a
+model of one process as several ranks train it.
 
 Each line it prints can be compared with that of the same rank in a job that nobody disturbed. All ranks hold the same
 weights, and no weight depends on what a rank has for itself: a rank that is lost takes nothing along but its draws and
