@@ -155,6 +155,9 @@ EXPLAINED: dict[str, str] = {
     "< to <=": "a copy stays in memory until the next one is made; it is read only for more slices of its own tensor",
     "parts._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
     "parts._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",
+    "parts._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
+        "the end of the `with` waits in either case"
+    ),
 }
 """Mutants that no test can tell from the code, or that do no harm, and why."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -419,6 +421,35 @@ def test_only_what_lies_in_a_bad_block_is_named(
         file.write(b"x")
     with pytest.raises(CkptCorrupt, match=rf"block {index + 1} of 8 .*\(it holds {inside}\)"):
         read_part(storage, CKPT, record)
+
+
+def test_behind_a_bad_block_nothing_more_is_read(
+    storage: LocalStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a ckpt that is of no use not hundreds of gigabytes first: there is another one to load, and time is short."""
+    record = write_part(storage, PART, {"a": torch.zeros(100_000)})
+    with path_of(storage).open("r+b") as file:
+        file.seek(20_500)
+        file.write(b"x")
+    is_given_up, read = threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            is_given_up.set()
+            super().shutdown(wait)
+
+    def read_block(fd: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(offset)
+        if offset > 25_000:
+            is_given_up.wait(60)
+        return read_all(fd, buffers, offset)
+
+    monkeypatch.setattr(parts, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(parts, "read_all", read_block)
+    with pytest.raises(CkptCorrupt, match="block 21 of 405"):
+        read_part(storage, CKPT, record)
+    assert len(read) < 40
 
 
 def test_a_record_is_what_the_manifest_says_of_it(storage: LocalStorage) -> None:
