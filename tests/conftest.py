@@ -8,6 +8,11 @@ import pytest
 from tests.harness import ForkServer, Job
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What may take longest begins first; else one worker would still be busy with it when the others are done."""
+    items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     server = ForkServer(tmp_path_factory.mktemp("forkserver"))
