@@ -24,6 +24,10 @@ DEADLINE_S = 60.0
 """No wait in a test is longer. It is a failure, not a duration anybody waits for."""
 
 
+Tally = Callable[[str, int], None]
+"""Adds to a count by its name."""
+
+
 class ForkServer:
     """The warm interpreter of one test session."""
 

@@ -26,7 +26,7 @@ import pytest
 
 from migrator.signal_file import RESUME, SignalFile
 from tests import kernel
-from tests.harness import ROOT, ForkServer, Job, Process, until
+from tests.harness import ROOT, ForkServer, Job, Process, Tally, until
 from tests.kernel import Call, Strace
 
 pytestmark = pytest.mark.skipif(kernel.missing() is not None, reason=kernel.missing() or "")
@@ -420,50 +420,46 @@ def usual(phases: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("phase", usual([*WRITING, "load"]))
-def test_killed_before_any_call_nothing_acknowledged_is_lost(sweep: Sweep, phase: str) -> None:
+def test_killed_before_any_call_nothing_acknowledged_is_lost(sweep: Sweep, tally: Tally, phase: str) -> None:
     """SIGKILL before each call that changes the volume: the next life goes on from what was acknowledged, or newer."""
     steps = [step for step in sweep.steps(phase) if step.call.is_changing]
-    told("kills", sweep.all(Point(step, KILL) for step in steps))
+    tally("kills before a call", sweep.all(Point(step, KILL) for step in steps))
 
 
 @pytest.mark.parametrize("phase", usual(PHASES))
-def test_any_call_that_fails_is_survived_or_told(sweep: Sweep, phase: str) -> None:
+def test_any_call_that_fails_is_survived_or_told(sweep: Sweep, tally: Tally, phase: str) -> None:
     """Each call that changes the volume fails once, and each way of reading it: training goes on or ends truthfully."""
-    told("failures", sweep.all(spread(once_each(sweep.steps(phase)), Step.failures)))
+    tally("calls that failed once", sweep.all(spread(once_each(sweep.steps(phase)), Step.failures)))
 
 
 @pytest.mark.parametrize("phase", usual(SAVES))
-def test_a_sync_that_failed_is_not_repeated_and_called_durable(sweep: Sweep, phase: str) -> None:
+def test_a_sync_that_failed_is_not_repeated_and_called_durable(sweep: Sweep, tally: Tally, phase: str) -> None:
     """EIO at each fsync: what could not be synced is neither synced again nor given a name; it is written anew."""
     steps = [step for step in sweep.steps(phase) if step.call.name == "fsync"]
-    told("failed syncs", sweep.all(Point(step, "error=EIO") for step in steps))
+    tally("syncs that failed", sweep.all(Point(step, "error=EIO") for step in steps))
 
 
 @pytest.mark.parametrize("phase", usual(WRITING))
-def test_a_call_that_reports_success_and_did_nothing_is_found_out(sweep: Sweep, phase: str) -> None:
+def test_a_call_that_reports_success_and_did_nothing_is_found_out(sweep: Sweep, tally: Tally, phase: str) -> None:
     """A link, rename, unlink, mkdir or rmdir that only says it was done."""
     steps = [step for step in sweep.steps(phase) if step.call.name in NAMING]
-    told("lies", sweep.all(Point(step, NOTHING) for step in steps))
+    tally("calls that lied", sweep.all(Point(step, NOTHING) for step in steps))
 
 
 @pytest.mark.parametrize("phase", usual(SAVES))
-def test_a_volume_that_fails_for_good_keeps_what_it_had(sweep: Sweep, phase: str) -> None:
+def test_a_volume_that_fails_for_good_keeps_what_it_had(sweep: Sweep, tally: Tally, phase: str) -> None:
     """From the first call of a kind on all of them fail, on whatever file: the save is not made, and that is told."""
     first = {step.call.name: step for step in reversed(sweep.steps(phase)) if step.call.is_changing}
     first.pop("openat")  # not all of these are about the volume
     points = [Point(step, f"error={error}", for_good=True) for step in first.values() for error in ("ENOSPC", "EROFS")]
-    told("for good", sweep.all(points))
+    tally("failures for good", sweep.all(points))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("phase", ["first start", "start", "load", "reading thread", "leaving save"])
-def test_every_failure_at_every_call(sweep: Sweep, phase: str) -> None:
+def test_every_failure_at_every_call(sweep: Sweep, tally: Tally, phase: str) -> None:
     """The same with each kind of failure at each call; one kind of save stands for the others, which write alike."""
     steps = once_each(sweep.steps(phase))
-    told("failures", sweep.all(Point(step, f"error={kind}") for step in steps for kind in step.failures()))
-
-
-def told(what: str, count: int) -> None:
-    """Shown by `pytest -s`; the docs have the sums."""
-    print(f"\nspoiled: {count} {what}")
+    points = [Point(step, f"error={kind}") for step in steps for kind in step.failures()]
+    tally("pairs of call and failure", sweep.all(points))
