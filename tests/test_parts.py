@@ -559,6 +559,7 @@ FORGERIES: list[Any] = [
     {"__metadata__": META, "a": entry(shape=[True, 2])},
     {"__metadata__": META, "a": entry(shape="2")},
     {"__metadata__": META, "a": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "b": entry()},
+    {"__metadata__": META, "a": entry(shape=[0, 2**61], data_offsets=[0, 0]), "b": entry()},
     {"__metadata__": META, "a": entry(data_offsets=[0, 2**60], shape=[2**58])},
     {"__metadata__": META, "a": entry(data_offsets=[8, 0])},
     {"__metadata__": META, "a": entry(data_offsets=[4, 12])},
