@@ -359,6 +359,21 @@ def test_names_that_the_format_cannot_hold_are_refused(storage: LocalStorage, na
         write_part(storage, PART, {name: torch.zeros(1)})
 
 
+def test_elements_that_the_format_cannot_hold_are_refused(storage: LocalStorage) -> None:
+    """By name, before anything is written."""
+    with pytest.raises(RegistrationError, match=r"a has elements of torch\.bits8, which a part cannot hold"):
+        write_part(storage, PART, {"a": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)})
+    assert storage.list(CKPT) == []
+
+
+def test_more_names_than_a_header_holds_are_refused(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader of the format would open the file."""
+    monkeypatch.setattr(parts, "_HEADER_MAX", 5000)
+    with pytest.raises(RegistrationError, match="the names of the tensors take 8192 bytes; at most 5000"):
+        write_part(storage, PART, {"a" * 5000: torch.zeros(1)})
+    assert storage.list(CKPT) == []
+
+
 def test_a_failed_write_leaves_no_part(storage: LocalStorage, small_blocks: int) -> None:
     """Not under its name, and nothing aside."""
 
@@ -571,6 +586,7 @@ FORGERIES: list[Any] = [
     {"__metadata__": META},
     {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry()},
     {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry(dtype="U8", shape=[8])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(shape=[1])},
     {"__metadata__": META | {"dtypes": "["}, "a": entry()},
     {"__metadata__": META | {"dtypes": "[]"}, "a": entry()},
     {"__metadata__": 1, "a": entry()},
