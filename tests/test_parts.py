@@ -438,6 +438,20 @@ def test_only_what_lies_in_a_bad_block_is_named(
         read_part(storage, CKPT, record)
 
 
+@pytest.mark.parametrize(("count", "inside"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
+def test_of_many_tensors_in_a_bad_block_some_are_named(
+    storage: LocalStorage, small_blocks: int, count: int, inside: str
+) -> None:
+    """A line of a log, not a page."""
+    tensors = {"a": torch.zeros(476), **{str(i): torch.zeros(10) for i in range(count)}}
+    record = write_part(storage, PART, tensors)
+    with path_of(storage).open("r+b") as file:
+        file.seek(6001)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=rf"\(it holds {inside}\)"):
+        read_part(storage, CKPT, record)
+
+
 def test_behind_a_bad_block_nothing_more_is_read(
     storage: LocalStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
