@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from migrator import blocks, parts
 from migrator.blocks import Digest, block_count, block_digest, digest_of_blocks, memory, read_all, write_all
-from migrator.errors import CkptCorrupt, RegistrationError, SaveFailed, StorageError
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError
 from migrator.parts import Layout, PartRecord, digest_of, read_part, write_part
 from migrator.storage import LocalStorage
 from migrator.tree import DTYPES
@@ -273,6 +273,20 @@ def test_tensors_are_read_straight_into_homes_that_fit(storage: LocalStorage, sm
     for name, tensor in tensors.items():
         assert torch.equal(back[name], tensor)
     assert not any(homes[name].any() for name in ("b", "c", "d"))
+
+
+def test_a_tensor_without_a_home_may_be_larger_than_the_memory(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that nothing registered takes, of a size that is true: it does not fit, and no other ckpt would."""
+    record = write_part(storage, PART, {"a": torch.zeros(10)})
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CkptMismatch, match="a takes 40 bytes, more than there are: not enough memory"):
+        read_part(storage, CKPT, record)
 
 
 def test_progress_reaches_the_end(storage: LocalStorage, small_blocks: int) -> None:
@@ -601,6 +615,8 @@ FORGERIES: list[Any] = [
     {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry()},
     {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry(dtype="U8", shape=[8])},
     {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(shape=[1])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(shape=[1, 8])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(dtype="U8", shape=[])},
     {"__metadata__": META | {"dtypes": "["}, "a": entry()},
     {"__metadata__": META | {"dtypes": "[]"}, "a": entry()},
     {"__metadata__": 1, "a": entry()},
