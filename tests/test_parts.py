@@ -64,6 +64,7 @@ def one_of_each() -> dict[str, torch.Tensor]:
         "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
         "empty": torch.empty(0, 3),
         "number": torch.tensor(1.5),
+        "64 dimensions": torch.randn([1] * 63 + [2]),
         "größe": torch.ones(1),
         "parameter": torch.nn.Parameter(torch.randn(3)),
     }
@@ -382,10 +383,13 @@ def test_elements_that_the_format_cannot_hold_are_refused(storage: LocalStorage)
 
 def test_more_names_than_a_header_holds_are_refused(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader of the format would open the file."""
-    monkeypatch.setattr(parts, "_HEADER_MAX", 5000)
-    with pytest.raises(RegistrationError, match="the names of the tensors take 8192 bytes; at most 5000"):
+    monkeypatch.setattr(parts, "_HEADER_MAX", 8191)
+    with pytest.raises(RegistrationError, match="the names of the tensors take 8192 bytes; at most 8191"):
         write_part(storage, PART, {"a" * 5000: torch.zeros(1)})
     assert storage.list(CKPT) == []
+
+    monkeypatch.setattr(parts, "_HEADER_MAX", 8192)
+    assert write_part(storage, PART, {"a" * 5000: torch.zeros(1)}).bytes == 8196
 
 
 def test_a_failed_write_leaves_no_part(storage: LocalStorage, small_blocks: int) -> None:
@@ -603,6 +607,7 @@ FORGERIES: list[Any] = [
     {"__metadata__": META, "a": entry(shape="2")},
     {"__metadata__": META, "a": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "b": entry()},
     {"__metadata__": META, "a": entry(shape=[0, 2**61], data_offsets=[0, 0]), "b": entry()},
+    {"__metadata__": META, "a": entry(shape=[1] * 64 + [2])},
     {"__metadata__": META, "a": entry(data_offsets=[0, 2**60], shape=[2**58])},
     {"__metadata__": META, "a": entry(data_offsets=[8, 0])},
     {"__metadata__": META, "a": entry(data_offsets=[4, 12])},
