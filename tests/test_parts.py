@@ -456,6 +456,18 @@ def test_only_what_lies_in_a_bad_block_is_named(
         read_part(storage, CKPT, record)
 
 
+def test_a_bad_block_behind_the_header_holds_none_of_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the blocks are as long as the header, the second one begins with the first tensor."""
+    for module in (blocks, parts):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    record = write_part(storage, PART, {"a": torch.zeros(10)})
+    with path_of(storage).open("r+b") as file:
+        file.seek(4097)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=r"\(it holds a\)"):
+        read_part(storage, CKPT, record)
+
+
 @pytest.mark.parametrize(("count", "inside"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
 def test_of_many_tensors_in_a_bad_block_some_are_named(
     storage: LocalStorage, small_blocks: int, count: int, inside: str
