@@ -109,6 +109,7 @@ SUBJECTS = {
     "parts": Subject((("tests/test_parts.py", _GAPS), _CRASHES, ("tests/test_bits.py",))),
     "loading": Subject(
         (
+            ("tests/test_loading.py",),
             ("tests/test_registration.py", "-k", "not new_process"),
             ("tests/test_hostile.py", "-k", "touche or sealed or strange_is_loaded or at_wrong_places"),
             ("tests/test_bits.py",),
@@ -155,6 +156,10 @@ EXPLAINED: dict[str, str] = {
     "< to <=": "a copy stays in memory until the next one is made; it is read only for more slices of its own tensor",
     "parts._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
     "parts._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",
+    "loading.newest_usable | found.append(str(error)) | swap with next": "two lists; neither call looks at the other's",
+    'loading._check_random | set_state(torch.Generator(), states["torch"]) | swap with next': (
+        "each refuses for itself; only which is named first is another"
+    ),
     "parts._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
         "the end of the `with` waits in either case"
     ),
