@@ -30,7 +30,7 @@ crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from
 	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
 
 mutants: $(READY)  ## the protocol with one line changed at a time: do the tests notice?
-	$(BIN)/python -m tests.mutants $(addprefix --module ,storage retention lineage manifest sharing saving)
+	$(BIN)/python -m tests.mutants
 
 peers: $(READY)  ## flipped bits, kills and full disks for other libraries as well: the table in docs/guarantees.md
 	$(BIN)/python benchmarks/peers.py

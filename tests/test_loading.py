@@ -156,6 +156,15 @@ def test_ranks_have_places_of_their_own() -> None:
     assert [restored(manifest, rank=rank, size=3).loop for rank in range(3)] == [LOOPS] * 3
 
 
+@pytest.mark.parametrize("own", [7, [], {"objects": 7}, {"objects": {"a": 7}}], ids=str)
+def test_what_is_a_ranks_own_and_of_another_form_is_corrupt(own: Any) -> None:
+    """Of the rank that asks; another one's is not looked at."""
+    manifest = Manifest(1, 10, "job", 2, (), {}, {"own": {"1": own}})
+    with pytest.raises(CkptCorrupt, match=f"{CKPT}: what is rank 1's own is not of the form that a save writes"):
+        Fit(manifest, Registry(), rank=1, size=2)
+    assert restored(manifest, rank=0, size=2).step == 10
+
+
 @pytest.mark.parametrize(
     "loop",
     [
