@@ -381,7 +381,7 @@ def test_check_names_a_root_below_a_file(tmp_path: Path) -> None:
         (errno.EPERM, False, "right to write"),
         (errno.EROFS, False, "writable"),
         (errno.ENOTDIR, False, "file"),
-        (errno.ENOENT, False, "expected"),
+        (errno.ENOENT, False, "cleans up the volume"),
         (errno.EISDIR, False, "directory"),
         (errno.ENAMETOOLONG, False, "shorter"),
     ],
