@@ -486,16 +486,18 @@ class Sweep:
         self._directory = directory
         self._survey = survey
 
-    def run(self, strikes: Sequence[Strike], *, at_once: int = 2) -> None:
-        """All of them; they wait more than they work. What is wrong with one is told with its name."""
+    def run(self, strikes: Sequence[Sequence[Strike]], *, at_once: int = 2) -> None:
+        """One of each; they wait more than they work. What is wrong with one is told with its name."""
         with ThreadPoolExecutor(at_once) as pool:
             for failure in pool.map(self._failure, range(len(strikes)), strikes):
                 if failure is not None:
                     raise failure
 
-    def _failure(self, number: int, strike: Strike) -> AssertionError | None:
+    def _failure(self, number: int, strikes: Sequence[Strike]) -> AssertionError | None:
+        """In one scenario an event may have come by chance; then it is struck at in another one that logs it."""
         for attempt in range(CHANCES):
             directory = self._directory / f"strike-{number}-{attempt}"
+            strike = strikes[attempt % len(strikes)]
             trial = Trial(self._server, directory, strike.scenario)
             try:
                 self._run(trial, strike)
@@ -508,7 +510,7 @@ class Sweep:
                 trial.end()
             shutil.rmtree(directory)
             return None
-        return AssertionError(f"{strike}: not once in {CHANCES} lives\n{failure}")
+        return AssertionError(f"{', '.join(map(str, strikes))}: not once in {CHANCES} lives\n{failure}")
 
     def _run(self, trial: Trial, strike: Strike) -> None:
         scenario, survey = strike.scenario, self._survey
@@ -655,8 +657,7 @@ def test_one_process_is_struck_at(sweep: Sweep, survey: Survey, event: str, how:
     if not places:
         assert survey.places(event, size=2) or event in NOT_REACHED, f"no scenario brings about {event}"
         pytest.skip(NOT_REACHED.get(event, "comes only with several ranks"))
-    scenario, rank, _ = places[0]
-    sweep.run([Strike(scenario, rank, event, 1, how)])
+    sweep.run([[Strike(scenario, rank, event, 1, how) for scenario, rank, _ in places]])
 
 
 def of_ranks(usual: set[str]) -> list[Any]:
@@ -675,15 +676,15 @@ def test_one_of_two_ranks_freezes_at(sweep: Sweep, survey: Survey, event: str) -
     sweep.run(strikes_of_ranks(survey, event, "SIGSTOP"))
 
 
-def strikes_of_ranks(survey: Survey, event: str, how: str) -> list[Strike]:
+def strikes_of_ranks(survey: Survey, event: str, how: str) -> list[list[Strike]]:
     """On each rank that logs it, the first time it does."""
-    first: dict[int, Strike] = {}
+    by_rank: dict[int, list[Strike]] = {}
     for scenario, rank, _ in survey.places(event, size=2):
-        first.setdefault(rank, Strike(scenario, rank, event, 1, how))
-    if not first:
+        by_rank.setdefault(rank, []).append(Strike(scenario, rank, event, 1, how))
+    if not by_rank:
         assert survey.places(event, size=1) or event in NOT_REACHED, f"no scenario brings about {event}"
         pytest.skip("no scenario of two ranks brings it about")
-    return list(first.values())
+    return list(by_rank.values())
 
 
 @pytest.mark.sweep
@@ -693,7 +694,7 @@ def test_struck_at_every_line_of_a_life(sweep: Sweep, survey: Survey, scenario: 
     """SIGKILL at each occurrence of each event, whatever it is."""
     life = survey.life(scenario)
     strikes = [
-        Strike(scenario, rank, event, number, "SIGKILL")
+        [Strike(scenario, rank, event, number, "SIGKILL")]
         for rank in range(scenario.size)
         for event, number in life.logged(rank)
     ]
