@@ -380,7 +380,9 @@ class Survey:
         scenario = Scenario(f"prepared {name}", env, size=preparation.size, always=preparation.always)
         life = self._undisturbed(scenario, [143] * preparation.size)
         volume = self._place(scenario) / "ckpts"
-        assert sorted(path.parent.name[-1] for path in volume.glob("*/*/manifest.json")) == ["3", "5"], life
+        # The first save takes the state of its step or, where its thread wakes up late, of the next one.
+        steps = sorted(path.parent.name[-1] for path in volume.glob("*/*/manifest.json"))
+        assert steps in (["3", "5"], ["4", "5"]), life
         return volume, life
 
     def life(self, scenario: Scenario) -> Life:
