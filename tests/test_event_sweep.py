@@ -376,7 +376,7 @@ class Survey:
         """What a preparation leaves behind."""
         preparation = next(p for p in PREPARATIONS if p.name == name)
         # Else the news could find the first save under way, and end it for the newer step.
-        env = {**EVERY_3, "STOP": "5", "AWAIT": "ckpts:1"}
+        env = {**EVERY_3, "STOP": "5", "AWAIT_CKPT": "1"}
         scenario = Scenario(f"prepared {name}", env, size=preparation.size, always=preparation.always)
         life = self._undisturbed(scenario, [143] * preparation.size)
         volume = self._place(scenario) / "ckpts"

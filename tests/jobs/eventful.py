@@ -6,8 +6,8 @@ soon as that line is written: SIGKILL, or SIGSTOP. What has been logged as done 
 STOP is the step behind which the news come, on STOP_RANK, by STOP_HOW (`sigterm`, `file`). ODD lists, in words, what
 else happens in this life; see `is_odd`. ODD_RANK is the rank that is odd where only one is. LOADER says how batches
 are drawn (`elastic`, `plain`, `wrapped`), LOOP whether by `batches()` or by the loader alone (`bare`). AWAIT is an
-event, by name and number, that has to have come before the news, or so many `ckpts` of whichever rank. DRAWS=no is a
-model of one process as several ranks train it.
+event, by name and number, that has to have come before the news; with AWAIT_CKPT some ckpt has to be there before the
+last step. DRAWS=no is a model of one process as several ranks train it.
 
 Each line it prints can be compared with that of the same rank in a job that nobody disturbed. All ranks hold the same
 weights, and no weight depends on what a rank has for itself: a rank that is lost takes nothing along but its draws and
@@ -93,6 +93,10 @@ def wait_until(condition, *, at_most_s=LONG_S):
 
 def has_logged(event, times=1):
     return lambda: striking.seen[event] >= times
+
+
+def has_ckpt():
+    return any("manifest.json" in names for _, _, names in os.walk(os.environ["MIGRATOR_CKPT"]))
 
 
 def ask():
@@ -285,6 +289,8 @@ others = [torch.zeros_like(param) for param in model.parameters()]
 
 def before(step):
     """What is odd between the batch and the step, from behind which it can still be saved."""
+    if step == STOP and "AWAIT_CKPT" in os.environ:
+        wait_until(has_ckpt)
     if is_odd("lost") and step == STOP + 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if is_odd("loses the other") and step == STOP + 1:
@@ -338,11 +344,8 @@ def at_last():
     if is_odd("slow part"):
         wait_until(lambda: faults.is_held, at_most_s=5)
     if "AWAIT" in os.environ:
-        what, _, times = os.environ["AWAIT"].partition(":")
-        if what == "ckpts":
-            wait_until(lambda: len(list(Path(os.environ["MIGRATOR_CKPT"]).glob("*/*/manifest.json"))) >= int(times))
-        else:  # who was struck may wait in vain
-            wait_until(has_logged(what, int(times)), at_most_s=5)
+        event, _, times = os.environ["AWAIT"].partition(":")
+        wait_until(has_logged(event, int(times)), at_most_s=5)
     if is_odd("failing last part"):
         faults.in_part.append(errno.EIO)
     if is_odd("no directory"):
