@@ -210,6 +210,8 @@ def test_a_file_system_without_directory_sync_is_taken_as_it_is(storage: LocalSt
     """FUSE and SMB say EINVAL; there is nothing else one could do."""
     calls.fail["fsync", "ckpt"] = errno.EINVAL
     storage.put("ckpt/manifest.json", b"{}", exclusive=True)
+    assert storage.get("ckpt/manifest.json") == b"{}"
+    assert ("fsync", "ckpt") in calls.made
 
 
 # --- large files
