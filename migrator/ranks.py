@@ -131,6 +131,8 @@ class Ranks(threading.Thread):
         self._hung = (0.0, 0)
         self._is_lost = False
         self._is_closed = False
+        self.is_done = False
+        """The script has ended on this rank: nothing of its depends on the store any more."""
         self._beat = 0
         self._all_beat = False
         self._next_beat_s = 0.0
@@ -324,9 +326,9 @@ class Ranks(threading.Thread):
         with self._cond:
             self._is_lost = True
             self._calling_since = None
-            was_closed = self._is_closed
+            is_missed = not self._is_closed and not self.is_done
             self._cond.notify_all()
-        if not was_closed:
+        if is_missed:
             log("store_lost", level=logging.WARNING, why=str(error).splitlines()[0] if str(error) else repr(error))
 
     def close(self) -> None:

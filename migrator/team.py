@@ -258,6 +258,8 @@ class Team:
 
     def say_bye(self) -> None:
         """The script has ended; nobody has to wait for this rank."""
+        # Who serves the store ends as soon as it has read this line, maybe while this rank still looks for others.
+        self.ranks.is_done = True
         self.ranks.post(Line("bye", self.ranks.rank), timeout_s=0.5)
         end_s = time.monotonic() + BYE_S
         while self.pod.serves_store and not self.ranks.is_lost and time.monotonic() < end_s:
