@@ -81,14 +81,7 @@ class Container:
         """Raises `StandInError` if there is no such program."""
         if wants_pid_1 is None:
             wants_pid_1 = isolation() is None
-        self._shim = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SHIM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PATH": os.environ.get("PATH", os.defpath)},
-            # Ctrl-C in a terminal reaches the tests, and not what they run.
-            start_new_session=True,
-        )
+        self._shim = start_shim()
         threading.Thread(target=self._listen, args=(self._shim,), daemon=True, name="container").start()
         self.began_s = time.monotonic()
         self._tell(start=self._said(self._command, self.out), wants_pid_1=wants_pid_1)
@@ -208,6 +201,18 @@ class Container:
     def _end_exec(self, one: Exec, *, code: int | None = None, failed: str | None = None) -> None:
         one.code, one.failed, one.ended_s = code, failed, time.monotonic()
         one.is_over.set()
+
+
+def start_shim() -> subprocess.Popen[bytes]:
+    """Its input and output are pipes."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(_SHIM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+        # Ctrl-C in a terminal reaches the tests, and not what they run.
+        start_new_session=True,
+    )
 
 
 @functools.cache
