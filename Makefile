@@ -6,8 +6,13 @@ BIN := .venv/bin
 READY := .venv/.ready
 TEST_ARGS ?=
 CRASH_ARGS ?=
+# Tests wait more than they work: twice as many at a time as the two cores they were measured on.
+WORKERS ?= 4
+# What pytest makes of the tests' assertions is kept for the next run.
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test long sweeps crashes mutants peers lint types examples bench all clean
+.PHONY: demo test quick long sweeps crashes mutants peers lint types examples bench all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,14 +22,19 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train, be stopped, resume, and compare with a run that was never stopped
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## all tests but the long variants
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not sweep" $(TEST_ARGS)
+test: $(READY)  ## all tests, of each sweep a sample: 5 minutes (TEST_ARGS="--seed=7" draws what a run of that seed drew)
+	$(PYTEST) -n $(WORKERS) -m "not long and not sweep" $(TEST_ARGS)
 
-long: $(READY)  ## the long variants
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m long $(TEST_ARGS)
+quick: $(READY)  ## the tests that start no process: one minute
+	$(PYTEST) -n 2 -m quick $(TEST_ARGS)
 
-sweeps: $(READY)  ## the longest variants: every line of every life struck at
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m sweep $(TEST_ARGS)
+long: $(READY)  ## the long variants, and nothing left out of any sweep
+	$(PYTEST) -n $(WORKERS) -m long --whole $(TEST_ARGS)
+
+sweeps: $(READY)  ## everything, and every line of every life struck at; prints how long each part took
+	@echo "make sweeps: the crash search, all tests with nothing left out, their long and their longest variants"
+	time $(BIN)/python -m tests.crashes $(CRASH_ARGS)
+	$(PYTEST) -n $(WORKERS) --whole --durations=20 $(TEST_ARGS)
 
 crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from (CRASH_ARGS="--states 1000000")
 	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
@@ -43,8 +53,8 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-examples: $(READY)  ## each example, stopped and resumed
-	$(BIN)/python -m pytest -m "not long and not sweep" tests/test_examples.py
+examples: $(READY)  ## each example, stopped and resumed; the demo has a command of its own
+	$(PYTEST) -n 2 tests/test_examples.py -k "not demo"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py

@@ -1,21 +1,89 @@
+"""Fixtures of all tests, and what a run does before its first test and after its last one."""
+
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from migrator.testing import container
+from tests import chance, guardian
 from tests.harness import ForkServer, Job, Tally
+from tests.warm import WarmShim
+
+STARTS_PROCESSES = {"fork_server", "kubelet"}
+"""Tests with one of these fixtures, or the mark `processes`, start processes; all others are quick."""
+INSTALL = "apt-get install strace busybox"
+"""What makes a Debian machine complete; `.ci/run` does it."""
+
+
+# What belongs to the whole run.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", type=int, default=None, help="of all that the tests draw at random; without it a new one each run"
+    )
+    parser.addoption("--whole", action="store_true", help="nothing is left out of sweeps that are sampled otherwise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    given = getattr(config, "workerinput", {}).get("seed", config.getoption("--seed"))
+    config.stash[SEED] = random.SystemRandom().randrange(1_000_000) if given is None else given
+    chance.begin(config.stash[SEED], whole=config.getoption("--whole"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers of pytest-xdist draw from the seed of the one that started them."""
+    node.workerinput["seed"] = node.config.stash[SEED]
+
+
+SEED = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What may take longest begins first; else one worker would still be busy with it when the others are done."""
+    """Mark what is quick. And what may take longest begins first, else one worker would be the last by far."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        is_marked = any(item.iter_markers("processes")) or any(item.iter_markers("long"))
+        if not fixtures & STARTS_PROCESSES and not is_marked and not any(item.iter_markers("sweep")):
+            item.add_marker("quick")
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was counted, of all workers together."""
+_quick: list[str] = []
+
+
+def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
+    if _quick and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"):
+        raise AssertionError(f"{_quick[-1]} starts a process ({event}): mark it `processes`, or do without")
+
+
+sys.addaudithook(_forbid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that is said to need no process has none."""
+    if item.get_closest_marker("quick"):
+        _quick.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _quick.clear()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What was counted by all workers together, how to draw the same again, and what was skipped for want of a tool."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     counts: Counter[str] = Counter()
     for report in reports:
@@ -23,6 +91,40 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             counts.update({what: number for what, number in report.user_properties if isinstance(number, int)})
     for what, number in sorted(counts.items()):
         terminalreporter.write_line(f"counted: {number:,} {what}")
+    terminalreporter.write_line(
+        f"what was drawn at random is drawn again by --seed={terminalreporter.config.stash[SEED]}"
+    )
+    missing = Counter(
+        report.longrepr[2].partition("LOUD: ")[2].partition(" ")[0]
+        for report in terminalreporter.stats.get("skipped", [])
+        if isinstance(report.longrepr, tuple) and "LOUD: " in report.longrepr[2]
+    )
+    if missing:
+        what = " and ".join(f"{count} for want of {tool}" for tool, count in sorted(missing.items()))
+        terminalreporter.write_line(f"SKIPPED: {what}. All of them run after: {INSTALL}", yellow=True, bold=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch() -> Iterator[Path]:
+    """For temporary files of all that the tests start. Whatever way this run ends, neither is left of it."""
+    # A short name: sockets lie in it, and theirs are limited.
+    directory = Path(tempfile.mkdtemp(prefix="mgr-"))
+    mark = f"{os.getpid()}-{directory.name}"
+    watching = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(guardian.__file__)), mark, str(directory)],
+        stdin=subprocess.PIPE,
+        env={},
+        start_new_session=True,
+    )
+    os.environ[guardian.VARIABLE] = mark
+    yield directory
+    del os.environ[guardian.VARIABLE]
+    assert watching.stdin is not None
+    watching.stdin.close()
+    watching.wait(2 * guardian.SWEEP_S)
+
+
+# What tests start.
 
 
 @pytest.fixture
@@ -32,10 +134,18 @@ def tally(record_property: Callable[[str, object], None]) -> Tally:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("forkserver"))
+def fork_server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[ForkServer]:
+    server = ForkServer(tmp_path_factory.mktemp("forkserver"), scratch)
     yield server
     server.close()
+
+
+@pytest.fixture(autouse=True)
+def warm_pods(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers in pods come out of the warm interpreter, in tests that have it at hand."""
+    if set(request.fixturenames) >= {"kubelet", "fork_server"}:
+        server = request.getfixturevalue("fork_server")
+        monkeypatch.setattr(container, "start_shim", lambda: WarmShim(server))
 
 
 @pytest.fixture

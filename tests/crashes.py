@@ -668,8 +668,12 @@ class Seen:
 class Search:
     """All crash images of one setting, and of the recoveries on them, up to a number of states."""
 
-    def __init__(self, setting: Setting, *, states: int, depth: int = 2, at_most: int | None = None) -> None:
+    def __init__(
+        self, setting: Setting, *, states: int, depth: int = 2, at_most: int | None = None, seed: int = 0
+    ) -> None:
         self._setting = setting
+        self._seed = seed
+        """Of the order in which states are recovered from, and so of those that a short search gets to."""
         self._states = states
         self._depth = depth
         self._at_most = at_most
@@ -688,7 +692,7 @@ class Search:
     def _explore(self, found: list[tuple[Machine, Promised]], level: int) -> None:
         """Recoveries on all of these, and on what crashes of these recoveries leave, while there is room for more."""
         # Not in the story's order: a search that ends early has looked at all of it.
-        random.Random(0).shuffle(found)
+        random.Random(self._seed).shuffle(found)
         for number, (machine, promised) in enumerate(found):
             if self._at_most is not None and self.seen.recoveries >= self._at_most:
                 return
@@ -893,14 +897,14 @@ SETTINGS = [
 ]
 
 
-def visit(setting: Setting, states: int, depth: int) -> Seen:
+def visit(setting: Setting, states: int, depth: int, seed: int = 0) -> Seen:
     """So many states at least: where there are not so many behind `depth` crashes in a row, behind one more."""
     torch.set_num_threads(1)
     try:
-        seen = Search(setting, states=states, depth=depth).run()
-        return seen if seen.states >= states else visit(setting, states, depth + 1)
+        seen = Search(setting, states=states, depth=depth, seed=seed).run()
+        return seen if seen.states >= states else visit(setting, states, depth + 1, seed)
     except BaseException as error:
-        error.add_note(f"in the search {setting.name!r}") if sys.version_info >= (3, 11) else None
+        error.add_note(f"in the search {setting.name!r}, --seed {seed}") if sys.version_info >= (3, 11) else None
         raise
 
 
@@ -915,6 +919,7 @@ def main() -> int:
     parser.add_argument(
         "--depth", type=int, default=2, help="crashes in a row (2); more where there are too few states"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which states are looked at (0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="searches at the same time")
     arguments = parser.parse_args()
     each = -(-arguments.states // len(SETTINGS))
@@ -923,7 +928,9 @@ def main() -> int:
     print(f"{'search':50} {'states':>9} {'crashes':>9} {'recoveries':>10} {'walked back':>11} {'seconds':>7}")
     with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), initializer=_end_with_parent) as pool:
         for setting, seen in zip(
-            SETTINGS, pool.map(visit, SETTINGS, repeat(each), repeat(arguments.depth)), strict=True
+            SETTINGS,
+            pool.map(visit, SETTINGS, repeat(each), repeat(arguments.depth), repeat(arguments.seed)),
+            strict=True,
         ):
             total += seen
             print(_line(setting.name, seen), flush=True)

@@ -31,9 +31,12 @@ Tally = Callable[[str, int], None]
 class ForkServer:
     """The warm interpreter of one test session."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, scratch: Path) -> None:
+        self.directory = directory
+        self.scratch = scratch
+        """For temporary files of its children."""
         self._path = directory / "forkserver.sock"
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(scratch)}
         self._log = (directory / "forkserver.log").open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.forkserver", str(self._path)],
@@ -57,10 +60,23 @@ class ForkServer:
                     raise
                 time.sleep(0.02)
 
-    def start(self, argv: list[str], *, env: Mapping[str, str], cwd: Path, out: Path, delay_s: float = 0.0) -> Process:
+    def start(
+        self,
+        argv: list[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        out: Path,
+        delay_s: float = 0.0,
+        whole_end: bool = False,
+        fds: Sequence[int] = (),
+    ) -> Process:
+        """`fds` become the first descriptors of the process: standard input and output."""
         connection = self._connect()
-        request = {"argv": argv, "env": dict(env), "cwd": str(cwd), "out": str(out), "delay_s": delay_s}
-        connection.sendall(json.dumps(request).encode() + b"\n")
+        place = {"env": dict(env), "cwd": str(cwd), "out": str(out)}
+        request = {"argv": argv, **place, "delay_s": delay_s, "whole_end": whole_end}
+        data = json.dumps(request).encode() + b"\n"
+        connection.sendall(data[socket.send_fds(connection, [data], [*fds]) :])
         return Process(connection, out)
 
     def close(self) -> None:
@@ -168,6 +184,8 @@ class Job:
         self.signal = directory / "pod" / "signal"
         self.script = directory / "train.py"
         self.env: dict[str, str] = {}
+        self.whole_end = False
+        """Its processes go through the interpreter's own end, to its last line (`script.py`)."""
         self._runs: list[Ends] = []
 
     def write(self, body: str) -> Job:
@@ -209,10 +227,11 @@ class Job:
         settings = {"MIGRATOR_CKPT": str(self.root), "MIGRATOR_SIGNAL": str(self.signal), "MIGRATOR_GRACE_S": "20"}
         return self._server.start(
             list(argv),
-            env={**base, **settings, "OMP_NUM_THREADS": "1", **self.env, **env},
+            env={**base, **settings, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._server.scratch), **self.env, **env},
             cwd=self.directory,
             out=out,
             delay_s=delay_s,
+            whole_end=self.whole_end,
         )
 
     def ckpts(self) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
+from tests import chance
 from tests.harness import ROOT, Job
 from tests.story import (
     Story,
@@ -23,7 +22,7 @@ LOADERS = ["elastic", "shuffle", "generator", "own generator", "custom", "statef
 
 def five_of(moments: list[str], *, seed: str) -> list[str]:
     """In mid-epoch, before an epoch's first step (twice), in mid-epoch, and from there to the end of all."""
-    dice = random.Random(seed)
+    dice = chance.dice(seed)
     bounds = [
         "0:1:drawn",
         "0:8:drawn",
@@ -114,7 +113,7 @@ def test_stopped_from_outside_without_warning(job: Job):
     env = {"WORKERS": "2", "EPOCHS": "12"}
     reference = unstopped(job.use(EVERYTHING), **env)
     story = Story()
-    dice = random.Random(1)
+    dice = chance.dice("without warning")
     for _ in range(5):
         life = job.run(**env)
         life.wait_for(f"^trained {len(story.trained) + dice.randint(1, 7)} ")

@@ -13,6 +13,8 @@ import torch
 
 from tests.harness import ROOT, Job, until
 
+pytestmark = pytest.mark.processes
+
 PLAIN = ROOT / "examples" / "plain.py"
 EPOCHS = ROOT / "examples" / "epochs.py"
 DDP = ROOT / "examples" / "ddp.py"
@@ -84,6 +86,7 @@ def test_the_ddp_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job
         assert sorted(i for s in steps if s["epoch"] == epoch for i in s["ids"]) == list(range(1500))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_elastic_example_trains_every_sample_once_on_two_three_and_one_ranks(tmp_path: Path) -> None:
     """By real torchruns, the first two of them stopped by SIGTERM."""
@@ -98,6 +101,7 @@ def test_the_elastic_example_trains_every_sample_once_on_two_three_and_one_ranks
         assert f"\nepoch {epoch}: 1500 samples trained 1x\n" in elastic.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_demo_keeps_the_promise(tmp_path: Path) -> None:
     """`make demo`: stopped by the real hook and by SIGTERM, nothing lost, nothing repeated, every bit equal."""

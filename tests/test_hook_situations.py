@@ -22,6 +22,8 @@ from tests.harness import ForkServer, Job, Process, until
 from tests.test_hooks import SHELLS, ended, wait_until
 from tests.test_hooks import Pod as Container
 
+pytestmark = pytest.mark.processes
+
 TRAIN = """
 import os
 import time

@@ -20,6 +20,8 @@ import pytest
 import migrator.hooks
 from migrator.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
 
+pytestmark = pytest.mark.processes
+
 REPO = Path(__file__).parent.parent
 PRESTOP = REPO / "hooks" / "preStop.sh"
 POSTSTART = REPO / "hooks" / "postStart.sh"

@@ -181,6 +181,7 @@ DEEDS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("deed", DEEDS)
 def test_the_witness_sees_code_that_runs(deed: str, tmp_path: Path) -> None:
     """Each way a file could make this process do something."""
@@ -862,6 +863,7 @@ def test_any_bytes_in_the_place_of_a_part_lead_back(job: Victim, data: bytes) ->
         assert job.load(closely=False) == "older"
 
 
+@pytest.mark.processes
 def test_lies_about_sizes_find_no_memory_to_take(job: Victim) -> None:
     """Once more in a process that can have little: the kernel counts what Python and torch may not tell of."""
     attacks = [job.resealed(put("objects", "metrics", "tree", "epoch", value=tree)) for tree in TREES.values()]

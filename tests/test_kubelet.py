@@ -241,6 +241,7 @@ def as_another(tmp_path: Path, *flags: str, before: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout.splitlines()
 
 
+@pytest.mark.processes
 def test_a_machine_without_namespaces_says_why(tmp_path: Path) -> None:
     """The kernel's own words; containers run all the same."""
     why, is_pid_1 = as_another(tmp_path, "-r", before="echo 0 >/proc/sys/user/max_pid_namespaces")
@@ -250,6 +251,7 @@ def test_a_machine_without_namespaces_says_why(tmp_path: Path) -> None:
     assert is_pid_1 == "False False"
 
 
+@pytest.mark.processes
 def test_an_ordinary_user_has_namespaces(tmp_path: Path) -> None:
     """Who is not root makes a user namespace first."""
     can = "unshare -U -r -p -f --mount-proc true"
@@ -1342,6 +1344,7 @@ def test_a_wait_says_what_it_waited_for(kubelet: Kubelet) -> None:
 # Nothing outlives a test.
 
 
+@pytest.mark.processes
 def test_tests_that_are_killed_leave_nothing_behind(tmp_path: Path, rules: str) -> None:
     """SIGKILL to whoever runs the tests ends the containers, daemons and hooks too."""
     script = f"""
@@ -1413,6 +1416,7 @@ def test_a_kubelet_may_be_closed_while_a_job_runs(kubelet: Kubelet, document: di
     assert processes_of(kubelet.directory) == []
 
 
+@pytest.mark.processes
 def test_threads_end_with_the_kubelet(tmp_path: Path) -> None:
     """Those of pods and those that listen to containers."""
     before = set(threading.enumerate())
@@ -1453,6 +1457,7 @@ def test_needs_none():
 """
 
 
+@pytest.mark.processes
 def test_the_fixture(tmp_path: Path) -> None:
     """It is there, nothing outlives it, and the report of a failed test has what each pod wrote."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["migrator.testing.fixtures"]\n')

@@ -20,6 +20,7 @@ from migrator.capture import Capture, Capturer
 from migrator.gate import Gate, Phase
 from migrator.registry import Registry
 from migrator.signal_file import RESUME, SAVE, SignalFile
+from tests import chance
 from tests.harness import Job, Process, until
 from tests.offline import read
 
@@ -79,7 +80,7 @@ def test_saves_at_random_instants_hold_one_step_each(job: Job, kind: str) -> Non
     process = job.run(
         KIND=kind,
         ASK=str(count),
-        SEED=str(len(kind)),
+        SEED=str(chance.dice(kind).randrange(10**6)),
         BACKEND=compiler(),
         TORCHINDUCTOR_COMPILE_THREADS="1",
         MIGRATOR_KEEP="1000",
@@ -114,7 +115,7 @@ def leave(job: Job, process: Process, by: str, pause: random.Random) -> None:
 def test_a_job_that_leaves_at_random_instants_goes_on_with_the_step_it_saved(job: Job, kind: str) -> None:
     """Life after life, by SIGTERM and by the signal file: the last step is the one saved, and the one gone on from."""
     job.use(TELLING)
-    pause = random.Random(kind)
+    pause = chance.dice(kind)
     saved = 0
     for life in range(LEAVES // 4):
         by = "signal file" if life % 2 else "SIGTERM"

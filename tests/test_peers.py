@@ -13,6 +13,8 @@ import pytest
 
 from tests.harness import DEADLINE_S, ROOT, until
 
+pytestmark = pytest.mark.processes
+
 CARELESS, OURS = "torch.save, in place", "migrator"
 
 

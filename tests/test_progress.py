@@ -51,6 +51,7 @@ def run(quiet_s: float, *, terminal: bool, pause_s: float = 0) -> str:
     return shown.decode()
 
 
+@pytest.mark.processes
 def test_a_terminal_gets_a_bar() -> None:
     """What is being done, how far it is, and how much of the grace is left."""
     shown = run(0, terminal=True, pause_s=0.15)
@@ -60,6 +61,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "percent=" not in shown
 
 
+@pytest.mark.processes
 def test_a_log_gets_a_line_now_and_then() -> None:
     """Percent, bytes, rate and the grace that is left; not a line for every block."""
     shown = run(0, terminal=False)
@@ -67,6 +69,7 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     assert "bytes=0 mb_per_s=0 grace_left_s=" in shown
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_takes_less_than_a_second_shows_nothing(terminal: bool) -> None:
     """Most saves are over before anybody could read a bar."""

@@ -72,6 +72,7 @@ def test_dir_shows_all_and_the_forwarded_names() -> None:
         assert getattr(migrator, name) is not None
 
 
+@pytest.mark.processes
 def test_what_a_bare_import_shows_is_public() -> None:
     """Nothing else lies around in the package's namespace but its own submodules and what typing needs."""
     code = (
@@ -138,6 +139,7 @@ def test_everything_public_says_what_it_is() -> None:
 # Types.
 
 
+@pytest.mark.processes
 def test_the_package_ships_its_types(tmp_path: Path) -> None:
     """`py.typed` and every module are in the wheel, and nothing else is."""
     source = tmp_path / "source"
@@ -155,6 +157,7 @@ def test_the_package_ships_its_types(tmp_path: Path) -> None:
     assert held == {str(path.relative_to(ROOT)) for path in FILES.values()} | {"migrator/py.typed"} | scripts
 
 
+@pytest.mark.processes
 def test_the_typed_usage_file_passes_mypy_strict() -> None:
     """What a user writes is accepted by `mypy --strict`, and what is wrong is refused."""
     command = [sys.executable, "-m", "mypy", "--strict", "tests/typed_usage.py"]

@@ -128,7 +128,7 @@ Ranks._exchange = exchanges
 
 
 def end_well(job: Job, times: int) -> None:
-    job.write(TINY.replace("# watch\n", BUSY))
+    job.write(TINY.replace("# watch\n", BUSY)).whole_end = True
     for turn in range(times):
         late = {"LATE_RANK": str(turn % 4 // 2)} if turn % 4 in (1, 2) else {}
         gang = job.gang(
@@ -207,7 +207,9 @@ def make():
     store = distributed.FileStore(os.path.abspath("store"), 2)
     return {"store": store, "rank": int(os.environ["RANK"]), "world_size": 2}
 """
-    gang = job.write(TINY.replace("# before\n", make)).gang(2)
+    # Nobody ends while the other one may still be connecting: it would take that for a failure of the network.
+    script = TINY.replace("# before\n", make).replace("rank = int", "distributed.barrier()\nrank = int")
+    gang = job.write(script).gang(2)
 
     assert gang.wait() == [1, 1], gang.text
     for text in gang.texts:

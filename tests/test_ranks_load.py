@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from migrator.manifest import Manifest
 from migrator.sampler import ElasticSampler
+from tests import chance
 from tests.gang import Gang
 from tests.harness import ROOT, Job
 from tests.rank_story import (
@@ -182,7 +182,7 @@ def test_no_sample_is_missed_or_repeated_over_four_three_one_and_five_ranks(job:
 @pytest.mark.parametrize("turn", range(5))
 def test_no_sample_is_missed_or_repeated_when_stopped_from_outside(job: Job, turn: int) -> None:
     """The same with SIGTERM at any time, to any one rank or to all of them."""
-    dice = random.Random(turn)
+    dice = chance.dice(turn)
     env = {"SAMPLES": "700", "EPOCHS": "1", "SLOW_RANK": "0", "SLOW_S": "0.02"}
     job.use(RANKED)
     story = RankStory()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import pytest
 
 from migrator.manifest import parse_ckpt_name
 from migrator.signal_file import INIT, RESUME
+from tests import chance
 from tests.gang import Gang
 from tests.harness import ROOT, ForkServer, Job, until
 from tests.rank_story import (
@@ -157,7 +157,7 @@ def test_four_ranks_stopped_at_every_kind_of_moment(job: Job, reference: Referen
 
 def any_stops(moments: Sequence[str], size: int, count: int, *, seed: str) -> list[Stop]:
     """At most one in each batch, and otherwise anywhere: a life that was stopped in a batch may be behind it or not."""
-    dice = random.Random(seed)
+    dice = chance.dice(seed)
     by_batch: dict[str, list[str]] = {}
     for place in moments:
         epoch, moment, *_ = place.split(":")
@@ -192,7 +192,7 @@ def test_two_hundred_stops_anywhere(job: Job, reference: Reference, size: int, n
 
 def stopped_from_outside(job: Job, size: int, count: int, *, seed: str, **env: str) -> RankStory:
     """News to some ranks or all, whatever they do at that instant."""
-    dice, story = random.Random(seed), RankStory()
+    dice, story = chance.dice(seed), RankStory()
     for turn in range(count):
         gang = job.gang(size, pods=size, **env)
         gang.wait_for(f"^trained {max(story.steps, default=0) + dice.randint(1, 3)} ", ranks=[dice.randrange(size)])
@@ -314,9 +314,11 @@ def wait_for_one_behind(step: int, job: Job, gang: Gang) -> None:
 
 def killed_all(job: Job, size: int, count: int, *, seed: str, **env: str) -> RankStory:
     """Each life is killed without warning at some instant; the next one goes on from the newest ckpt."""
-    dice, story, newest = random.Random(seed), RankStory(), 0
-    for _ in range(count):
-        gang = job.gang(size, **env)
+    dice, story, newest = chance.dice(seed), RankStory(), 0
+    epochs = int(env.get("EPOCHS", "3")) // (count + 1)
+    for turn in range(count):
+        # However late it is killed, there is something left to train, and to save, for the lives behind it.
+        gang = job.gang(size, **env, STAYS=f"{(turn + 1) * epochs}:over")
         wait_for_one_behind(newest, job, gang)
         time.sleep(dice.random() * 0.2)
         gang.kill(9)
@@ -344,13 +346,13 @@ def test_killed_without_warning_it_goes_on_from_the_newest_save_of_every_third_s
     assert steps == set(range(3, len(story.steps) + 1, 3))
 
 
-def test_killed_without_warning_it_goes_on_from_the_newest_save_of_every_second(job: Job, reference: Reference) -> None:
+def test_killed_without_warning_it_goes_on_from_the_newest_save_by_the_clock(job: Job, reference: Reference) -> None:
     """Rank 0's clock says when; the step is told to all before any of them is there."""
-    env = {"MIGRATOR_EVERY": "1s", "MIGRATOR_KEEP": "1000", "EPOCHS": "6", "SLOW_RANK": "1", "SLOW_S": "0.08"}
+    env = {"MIGRATOR_EVERY": "0.5s", "MIGRATOR_KEEP": "1000", "EPOCHS": "9", "SLOW_RANK": "1", "SLOW_S": "0.08"}
 
     story = killed_all(job.use(RANKED), 2, 2, seed="second", **env)
 
-    assert_nothing_shows(story, reference(2, EPOCHS="6"), epochs=6)
+    assert_nothing_shows(story, reference(2, EPOCHS="9"), epochs=9)
 
 
 @pytest.mark.parametrize("who", ["all", "0", "1"])

@@ -440,6 +440,7 @@ def test_the_process_group_is_asked_when_it_is_there() -> None:
 
 
 # A machine with one core, or a newer Python that warns of every fork, is no failure of the sampler.
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("drop_last", "trained"), [(False, 50), (True, 48)])

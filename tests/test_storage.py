@@ -434,6 +434,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_write_that_is_cut_short_by_the_system_fails_and_leaves_nothing(tmp_path: Path) -> None:
     """A real limit: the first call moves a part of the bytes, the next one fails."""
     done = subprocess.run(

@@ -14,6 +14,7 @@ from tests.harness import ROOT
 YAMLS = ROOT / "yamls"
 IMAGE = {"/app": ROOT / "examples"}
 SAMPLES = 1500
+pytestmark = pytest.mark.usefixtures("fork_server")
 ENV = {"OMP_NUM_THREADS": "1"}
 
 

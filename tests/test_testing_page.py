@@ -11,6 +11,8 @@ import pytest
 
 from tests.harness import ROOT
 
+pytestmark = pytest.mark.processes
+
 PAGE = (ROOT / "docs" / "testing.md").read_text()
 FIRST, SECOND = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
 FROM_THE_PAGE_BEFORE = f"""

@@ -71,8 +71,8 @@ def run():
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     try:
         train()
-    except SystemExit as left:
-        print("left", left.code)
+    except BaseException as left:
+        print("left", getattr(left, "code", type(left).__name__))
         raise
     distributed.destroy_process_group()
 """
@@ -281,6 +281,18 @@ class Spawned:
         until(found, f"{pattern!r} of both ranks", context=lambda: self.text)
         return [int(text.split()[1]) for text in self.texts]
 
+    def assert_left_with(self, step: int) -> None:
+        """Both told the script that they leave, saved.
+
+        A rank in a collective, for a step that is not made any more, may hear of it by the other one's end: its
+        collective fails before a signal handler could run. That is an exception like any other; `finally` sees it too.
+        """
+        for text in self.texts:
+            assert [fields["why"] for fields in events_in(text, "leaving")] == ["saved"], self.text
+            assert re.findall(r"^left (.*)$", text, re.MULTILINE) in (["143"], ["RuntimeError"]), self.text
+            assert steps_of(text)[-1] == step, self.text
+        assert any("\nleft 143\n" in text for text in self.texts), self.text
+
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_spawned_ranks_leave_by_the_request(job: Job, method: str) -> None:
@@ -296,8 +308,7 @@ def test_spawned_ranks_leave_by_the_request(job: Job, method: str) -> None:
     assert answer.word == RESUME
     assert run.parent.wait() == 1, run.text
     assert "exit code 143" in run.parent.text, run.text
-    assert [re.findall(r"^left (.*)$", text, re.MULTILINE) for text in run.texts] == [["143"]] * 2, run.text
-    assert [steps_of(text)[-1] for text in run.texts] == [saved_step(job)] * 2
+    run.assert_left_with(saved_step(job))
     assert not any(map(is_running, pids))
     assert "started by multiprocessing" in run.texts[0]
     assert "launcher_warning" not in run.texts[1]
@@ -313,8 +324,7 @@ def test_spawned_ranks_whose_parent_is_stopped_save(job: Job, method: str) -> No
 
     assert run.parent.wait() == -signal.SIGTERM
     until(lambda: not any(map(is_running, pids)), "the ranks to end", context=lambda: run.text)
-    assert [re.findall(r"^left (.*)$", text, re.MULTILINE) for text in run.texts] == [["143"]] * 2, run.text
-    assert [steps_of(text)[-1] for text in run.texts] == [saved_step(job)] * 2
+    run.assert_left_with(saved_step(job))
     assert all(events_in(text, "signal") for text in run.texts), run.text
 
 

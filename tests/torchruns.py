@@ -1,8 +1,7 @@
 """A torchrun agent and its ranks, as real processes: one agent is one node, and one pod.
 
-The agent is forked from the warm interpreter. Its ranks are what torchrun makes
-of them: fresh interpreters in sessions of their own. The price is a second or two for
-each start.
+The agent is forked from the warm interpreter, and so are its ranks (`warm.py`): each is a child of the agent, in a
+session of its own.
 """
 
 from __future__ import annotations
@@ -129,11 +128,7 @@ class Torchrun:
 
     def worker_pids(self) -> list[int]:
         """The ranks that run now."""
-        try:
-            children = psutil.Process(self.agent.pid).children()
-        except psutil.NoSuchProcess:
-            return []
-        return [child.pid for child in children if is_running(child.pid)]
+        return [worker.pid for life in self.lives for worker in life if is_running(worker.pid)]
 
     def terminate(self) -> None:
         """SIGTERM to the agent, which passes it on, as kubelet does where it is PID 1."""

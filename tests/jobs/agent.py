@@ -1,8 +1,9 @@
 """torchrun's agent, as `python -m torch.distributed.run` is one. Its ranks run `worker.py`, which runs the script."""
 
 import os
+import sys
 
-from torch.distributed.run import main
+from tests.warm import agent
 
 os.environ["TESTS_AGENT"] = str(os.getpid())
-main()
+sys.exit(agent())

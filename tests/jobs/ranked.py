@@ -8,7 +8,7 @@ at which it is stopped (`0:3:backward`: epoch 0, batch 3, after its backward pas
 (0; `all`: on each), HOW the way: `sigterm` or `file`. It then goes on as if nothing had happened.
 SLOW_RANK sleeps SLOW_S in each step. RAISE_RANK raises in the body of step RAISE_STEP. SAVE_RANK saves by
 `save_ckpt()` after each of SAVE_STEPS. START_DELAY_S makes `listening()` late. BUCKETS=rebuilt leaves DDP as it
-is by default.
+is by default. STAYS names a moment which no rank gets over: it waits there to be killed.
 
 Each line it prints can be compared with that of the same rank in a job that was never stopped.
 """
@@ -42,6 +42,8 @@ def is_me(name, default=""):
 def moment(name):
     """A place where the pod may be taken away."""
     print("moment", name)
+    if os.environ.get("STAYS") == name:
+        time.sleep(LONG_S)
     if os.environ.get("AT") != name or not is_me("AT_RANK", "0"):
         return
     if os.environ.get("HOW", "sigterm") == "sigterm":

@@ -1,6 +1,6 @@
 """A training job in which every tensor, buffer, group and number tells the step: a torn ckpt shows at once.
 
-24 parameters of 1 MB, each full of one value, as is all state that the optimizer makes
+24 parameters of 0.5 MB, each full of one value, as is all state that the optimizer makes
 of them. At the end of a step the job writes down what each tensor holds now, in
 `metrics`; between a safe point and the next step it spoils everything that a capture
 should have copied. KIND is the optimizer, ASK the saves that a thread of its own asks
@@ -19,7 +19,7 @@ from torch import nn
 from migrator import migrator
 
 KIND, ASK, SEED = os.environ["KIND"], int(os.environ["ASK"]), int(os.environ["SEED"])
-ELEMENTS = 1 << 18
+ELEMENTS = 1 << 17
 # LBFGS keeps all parameters in one vector, which then tells one value only if they all have the same.
 APART = 0 if KIND == "lbfgs" else 1
 
