@@ -21,7 +21,7 @@ from tests.warm import WarmShim
 
 STARTS_PROCESSES = {"fork_server", "kubelet"}
 """Tests with one of these fixtures, or the mark `processes`, start processes; all others are quick."""
-INSTALL = "apt-get install strace busybox"
+INSTALL = "apt-get install busybox strace"
 """What makes a Debian machine complete; `.ci/run` does it."""
 
 
@@ -94,14 +94,26 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
         f"what was drawn at random is drawn again by --seed={terminalreporter.config.stash[SEED]}"
     )
-    missing = Counter(
-        report.longrepr[2].partition("LOUD: ")[2].partition(" ")[0]
+    reasons = [
+        report.longrepr[2]
         for report in terminalreporter.stats.get("skipped", [])
-        if isinstance(report.longrepr, tuple) and "LOUD: " in report.longrepr[2]
-    )
-    if missing:
-        what = " and ".join(f"{count} for want of {tool}" for tool, count in sorted(missing.items()))
-        terminalreporter.write_line(f"SKIPPED: {what}. All of them run after: {INSTALL}", yellow=True, bold=True)
+        if isinstance(report, pytest.TestReport) and isinstance(report.longrepr, tuple)
+    ]
+    left_out = said_of_skips(reasons)
+    if left_out:
+        terminalreporter.write_line(left_out, yellow=True, bold=True)
+
+
+def said_of_skips(reasons: list[str]) -> str:
+    """In one line what was left out for want of something, and the command that brings it; empty: nothing was."""
+    loud = [reason.partition("LOUD: ")[2] for reason in reasons if "LOUD: " in reason]
+    tools = Counter(reason.split()[0] for reason in loud if " is missing" in reason)
+    others = Counter(reason.partition(":")[0] for reason in loud if " is missing" not in reason)
+    parts = [f"{count} ({reason})" for reason, count in sorted(others.items())]
+    if tools:
+        wanted = ", ".join(f"{count} for want of {tool}" for tool, count in sorted(tools.items()))
+        parts.insert(0, f"{wanted}, and run after `{INSTALL}`")
+    return f"SKIPPED LOUDLY: {'; '.join(parts)}" if parts else ""
 
 
 @pytest.fixture(scope="session", autouse=True)

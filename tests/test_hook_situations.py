@@ -104,7 +104,7 @@ def pod(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Container]:
     """A container, with a blank in each of its paths."""
     name = str(request.param)
     if shutil.which(name.split(maxsplit=1)[0]) is None:
-        pytest.skip(f"THE HOOKS ARE NOT TESTED UNDER {name.upper()}: it is not installed")
+        pytest.skip(f"LOUD: {name.split(maxsplit=1)[0]} is missing, so the hooks are not tested under it")
     (tmp_path / "a pod").mkdir()
     container = Container(tmp_path / "a pod", name)
     container.settings["MIGRATOR_GRACE_S"] = "20"

@@ -175,7 +175,7 @@ def wait_until(what: Callable[[], bool]) -> None:
 def shell(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     if shutil.which(name.split(maxsplit=1)[0]) is None:
-        pytest.skip(f"THE HOOKS ARE NOT TESTED UNDER {name.upper()}: it is not installed")
+        pytest.skip(f"LOUD: {name.split(maxsplit=1)[0]} is missing, so the hooks are not tested under it")
     return name
 
 
@@ -693,7 +693,7 @@ def test_shellcheck_finds_nothing() -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     command = str(beside) if beside.exists() else shutil.which("shellcheck")
     if command is None:
-        pytest.skip("SHELLCHECK IS NOT INSTALLED: the hooks are not checked")
+        pytest.skip("LOUD: shellcheck is missing, so the hooks are not checked")
 
     checked = subprocess.run(
         [command, "--shell=sh", str(PRESTOP), str(POSTSTART)], capture_output=True, text=True, check=False

@@ -10,6 +10,7 @@ synced; see `tests.crashes`.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import pytest
 from migrator.signal_file import RESUME, SignalFile
 from tests import chance, kernel
 from tests.harness import ROOT, ForkServer, Job, Process, Tally, until
-from tests.kernel import Call, Strace
+from tests.kernel import Call, Strace, Trace
 
 pytestmark = pytest.mark.skipif(kernel.missing() is not None, reason=kernel.missing() or "")
 
@@ -155,9 +156,9 @@ class Sweep:
         for step in (1, SAVED_BEFORE):
             ended(job, SAVE_AT=str(step), STEPS=str(step))
         for phase, call in (("leaving", "link:signal=KILL:when=1"), ("listening", "link:signal=KILL:when=2")):
-            life, strace = traced(job, phase, inject=call, env={"NAMES": "history"})
+            life, trace = traced(job, phase, inject=call, env={"NAMES": "history"})
             assert life.wait() == -9, life.text
-            strace.end()
+            trace.end()
         age_marks(job)
         assert len(job.ckpts()) == 2
         assert len(leftovers(job)) >= 4, leftovers(job)
@@ -174,12 +175,12 @@ class Sweep:
     def _recording(self, phase: Phase) -> tuple[list[Step], set[str]]:
         if phase not in self._recorded:
             job = self._job(phase)
-            life, strace = traced(job, phase.waits_at, env=dict(phase.env))
+            life, trace = traced(job, phase.waits_at, env=dict(phase.env))
             assert life.wait() == (143 if phase.waits_at == "leaving" else 0), life.text
             own, beside = [], set()
             thread = thread_of(life)
             is_over = False
-            for call in strace.calls():
+            for call in trace.calls():
                 is_over |= call.paths == (f"/end of {phase.waits_at}",)
                 if not is_of_volume(call, job):
                     continue
@@ -222,10 +223,10 @@ class Sweep:
         lives: list[Process] = []
         try:
             phase = point.step.phase
-            life, strace = traced(job, phase.waits_at, inject=point.inject, path=point.path(job), env=dict(phase.env))
+            life, trace = traced(job, phase.waits_at, inject=point.inject, path=point.path(job), env=dict(phase.env))
             lives.append(life)
             life.wait()
-            self._check_spoiled(point, job, life, strace.calls())
+            self._check_spoiled(point, job, life, trace.calls())
             acknowledged = max(steps_acknowledged(job, life), default=0 if point.step.phase.is_first else SAVED_BEFORE)
             # As if time had gone by: else the next life waits for this one, and keeps what it left.
             age_marks(job)
@@ -294,16 +295,17 @@ def traced(
     inject: str | None = None,
     path: Path | None = None,
     env: dict[str, str] | None = None,
-) -> tuple[Process, Strace]:
-    """A life that strace has taken hold of where this phase begins, and that goes on."""
+    by: type[Trace] = Trace,
+) -> tuple[Process, Trace]:
+    """A life that the tracer has taken hold of where this phase begins, and that goes on."""
     fifo = job.directory / "fifo"
     fifo.unlink(missing_ok=True)
     os.mkfifo(fifo)
     life = job.run(env={"NAMES": "spoiled", **(env or {})}, PHASE=phase, FIFO=str(fifo))
     life.wait_for(r"^at \w+ (\d+)$")
-    strace = job.ends(Strace(thread_of(life), fifo.with_name("calls"), inject=inject, path=path))
+    trace = job.ends(by(thread_of(life), fifo.with_name("calls"), inject=inject, path=path))
     os.close(until(lambda: opened(fifo), "the script to wait at its phase", context=lambda: life.text))
-    return life, strace
+    return life, trace
 
 
 def opened(fifo: Path) -> int | None:
@@ -466,3 +468,56 @@ def test_every_failure_at_every_call(sweep: Sweep, tally: Tally, phase: str) -> 
     steps = once_each(sweep.steps(phase))
     points = [Point(step, f"error={kind}") for step in steps for kind in step.failures()]
     tally("pairs of call and failure", sweep.all(points))
+
+
+# The tracer itself.
+
+NO_STRACE = pytest.mark.skipif(
+    shutil.which("strace") is None, reason="LOUD: strace is missing, with which it is compared"
+)
+
+
+@NO_STRACE
+@pytest.mark.parametrize("phase", ["leaving save", "start", "load"])
+def test_the_tracer_sees_what_strace_sees(sweep: Sweep, phase: str) -> None:
+    """The same calls on the volume in the same order, with the same arguments and results."""
+    seen: list[list[str]] = []
+    for by in (Trace, Strace):
+        job = sweep._job(PHASES[phase])
+        life, trace = traced(job, PHASES[phase].waits_at, env=dict(PHASES[phase].env), by=by)
+        life.wait()
+        calls = [call for call in trace.calls() if call.thread == thread_of(life) and is_of_volume(call, job)]
+        seen.append([f"{c.place(job.root)} {c.number} {c.is_changing} {c.is_known} {outcome(c)}" for c in calls])
+        job.end()
+
+    assert len(seen[0]) > 10
+    assert seen[0] == seen[1], "\n".join(difflib.unified_diff(*seen, "ours", "strace", lineterm=""))
+
+
+def outcome(call: Call) -> str:
+    """The error, if it is one: descriptors and sizes are not the same in two lives."""
+    return call.result.partition(" (")[0] if call.has_failed else "done"
+
+
+@NO_STRACE
+@pytest.mark.parametrize("fault", ["error=EIO", "error=ENOSPC", "retval=0", KILL])
+@pytest.mark.parametrize("call", ["link", "fsync", "openat"])
+def test_the_tracer_spoils_what_strace_spoils(sweep: Sweep, call: str, fault: str) -> None:
+    """The same call of the same name on the same file, and the life ends with the same code."""
+    steps = [s for s in sweep.steps("leaving save") if s.call.name == call and s.call.is_changing is (call != "openat")]
+    point = Point(chance.dice(call).choice(steps), fault)
+    if call == "openat" and fault == "retval=0":
+        pytest.skip("a descriptor that is not there: what follows is not the same twice")
+    ends = []
+    for by in (Trace, Strace):
+        job = sweep._job(point.step.phase)
+        life, trace = traced(
+            job, "leaving", inject=point.inject, path=point.path(job), env=dict(point.step.phase.env), by=by
+        )
+        life.wait()
+        spoiled = [(c.place(job.root), c.number, c.has_failed) for c in trace.calls() if c.is_spoiled]
+        ends.append((life.returncode, spoiled, [path.rpartition("-")[2] for path in job.ckpts()]))
+        job.end()
+
+    assert ends[0] == ends[1]
+    assert len(ends[0][1]) == 1

@@ -120,7 +120,7 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
 @pytest.fixture
 def has_namespaces() -> None:
     if isolation() is not None:
-        pytest.skip(f"PROCESS 1 IS NOT TESTED: {isolation()}")
+        pytest.skip(f"LOUD: process 1 is not tested: {isolation()}")
 
 
 @pytest.fixture(params=["namespace", "none"])
@@ -235,7 +235,7 @@ def as_another(tmp_path: Path, *flags: str, before: str) -> list[str]:
     """The lines of `SAYS_WHY`, by another user, after a command that this machine must allow."""
     prefix = ["unshare", "-U", *flags]
     if subprocess.run([*prefix, "sh", "-c", before], check=False, capture_output=True).returncode != 0:
-        pytest.skip(f"NOT TESTED, since this machine does not allow it: {' '.join(prefix)} {before}")
+        pytest.skip(f"LOUD: this machine does not allow {' '.join(prefix)} {before}")
     script = f'{before} && exec "$@"'
     command = [*prefix, "sh", "-c", script, "sh", sys.executable, "-c", SAYS_WHY, str(tmp_path / "kubelet")]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout.splitlines()

@@ -491,7 +491,7 @@ def _can_unshare() -> bool:
 
 
 @pytest.mark.skipif(
-    not _can_unshare(), reason="needs unshare and the right to make a PID namespace: PID 1 is NOT tested"
+    not _can_unshare(), reason="LOUD: PID 1 is not tested: it takes unshare and the right to make a PID namespace"
 )
 @pytest.mark.parametrize("by", ["SIGTERM", "save"])
 def test_pid_1_leaves(old: Old, by: str) -> None:

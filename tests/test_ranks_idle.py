@@ -150,6 +150,45 @@ def test_thirty_of_thirty_end_with_0(job: Job) -> None:
     end_well(job, 30)
 
 
+OUTLIVES_THE_STORE = """
+from pathlib import Path
+from migrator.ranks import Ranks
+exchange = Ranks._exchange
+
+class SaysBye:
+    def __init__(self, store):
+        self.store, self.has_said_bye = store, False
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def append(self, key, text):
+        self.store.append(key, text)
+        self.has_said_bye = "bye" in text
+
+    def add(self, key, number):
+        count = self.store.add(key, number)
+        served_by = Path("/proc") / Path("pid-0").read_text()
+        while self.has_said_bye and served_by.exists() and " Z " not in (served_by / "stat").read_text():
+            time.sleep(0.01)
+        return count
+
+def exchanges(self, out):
+    if rank == 1 and not isinstance(self._store, SaysBye):
+        self._store = SaysBye(self._store)
+    return exchange(self, out)
+
+Ranks._exchange = exchanges
+Path("pid-0").write_text(str(os.getpid())) if rank == 0 else None
+distributed.barrier()
+"""
+
+
+def test_a_store_that_ends_behind_the_last_word_is_not_missed(job: Job) -> None:
+    """Who serves it may end as soon as it has read that nobody needs it, and faster than the others read on."""
+    finish(job.write(TINY.replace("# watch\n", OUTLIVES_THE_STORE)).gang(2))
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_ends_much_later_than_the_other_finds_nothing_amiss(job: Job, late: int) -> None:
     """The store may be gone by then. The signal file stays as long as a rank of the pod trains."""

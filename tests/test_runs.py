@@ -141,18 +141,32 @@ import pytest
 
 @pytest.mark.parametrize("number", range(3))
 def test_traced(number):
-    pytest.skip("LOUD: strace is missing")
+    pytest.skip("LOUD: strace is missing, and so on")
+
+@pytest.mark.parametrize("tool", ["busybox", "busybox sh"])
+def test_shell(tool):
+    pytest.skip(f"LOUD: {tool} is missing")
+
+def test_root():
+    pytest.skip("LOUD: no tmpfs can be mounted here: not root")
 
 def test_by_design():
     pytest.skip("only on Mars")
 """
 
 
-def test_what_is_missing_is_said_in_one_line_with_the_way_to_get_it(suite: Path) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_is_left_out_is_said_in_one_line_with_the_way_to_get_it(suite: Path, workers: str) -> None:
     """How many tests for want of what, and the one command that installs it."""
-    said = run(suite, SKIPS)
+    assert (
+        "SKIPPED LOUDLY: 2 for want of busybox, 3 for want of strace, and run after `apt-get install busybox strace`; "
+        "1 (no tmpfs can be mounted here)\n"
+    ) in run(suite, SKIPS, "-n", workers)
 
-    assert "SKIPPED: 3 for want of strace. All of them run after: apt-get install strace busybox" in said
+
+def test_nothing_is_said_where_nothing_is_missing(suite: Path) -> None:
+    """What is skipped by design is no want."""
+    assert "LOUDLY" not in run(suite, SKIPS, "-k", "design")
 
 
 # What it leaves behind.
