@@ -119,8 +119,13 @@ def test_a_signal_reaches_one_rank_or_all(job: Job):
 
     again = job.gang(2)
     again.wait_for("^step 5 ")
+    # Standing still: else the second could end by its collective, in which the first is missing, before its own signal.
+    for rank in (0, 1):
+        again.freeze(rank)
     again.kill()
     again.kill()
+    for rank in (0, 1):
+        again.thaw(rank)
     assert again.wait() == [-signal.SIGTERM] * 2
 
 

@@ -71,7 +71,8 @@ def test_the_job_of_one_pod_is_deleted_and_applied_again(kubelet: Kubelet) -> No
 @pytest.mark.timeout(240)
 def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubelet) -> None:
     """The loss of one pod is one ckpt and a new start of all three; the last life, with one worker less, ends it."""
-    args = ["--epochs=2", "--steps=/ckpts/steps", "--weights=/ckpts/train-ddp.pt"]
+    # Long enough for each life to be in the middle of it when the news come, on a slow machine too.
+    args = ["--epochs=6", "--steps=/ckpts/steps", "--weights=/ckpts/train-ddp.pt"]
 
     job = kubelet.apply(YAMLS / "pytorchjob.yaml", image=IMAGE, env=ENV, args=args)
     pods = job.wait_for_start(1)
@@ -93,13 +94,13 @@ def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubele
     assert [(stop.exit_code, stop.hook.code) for stop in stops] == [(143, 0)] * 3
     assert len(last.pods) == 2
     assert f"loaded ckpt={saved(job.master)} " in last.master.log
-    assert_each_sample_once(kubelet, epochs=2)
+    assert_each_sample_once(kubelet, epochs=6)
 
 
 @pytest.mark.timeout(240)
 def test_one_pod_of_the_torchrun_job_is_deleted(kubelet: Kubelet) -> None:
     """The agents end with 1 when their ranks have left; both are started again, and four ranks go on."""
-    args = ["--epochs=2", "--steps=/ckpts/steps", "--weights=/ckpts/train-torchrun.pt"]
+    args = ["--epochs=6", "--steps=/ckpts/steps", "--weights=/ckpts/train-torchrun.pt"]
 
     job = kubelet.apply(YAMLS / "torchrun.yaml", image=IMAGE, env=ENV, args=args)
     pods = job.wait_for_start(1)
@@ -111,4 +112,4 @@ def test_one_pod_of_the_torchrun_job_is_deleted(kubelet: Kubelet) -> None:
     assert (stop.exit_code, stop.hook.code) == (1, 0)
     assert len({saved(pod) for pod in pods}) == 1
     assert job.master.log.count(f"loaded ckpt={saved(pods[1])} ") == 2, "two ranks in the pod that stayed"
-    assert_each_sample_once(kubelet, epochs=2)
+    assert_each_sample_once(kubelet, epochs=6)
