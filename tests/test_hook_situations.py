@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from migrator.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
@@ -542,6 +543,14 @@ def test_no_more_than_a_line_every_two_seconds_is_told(pod: Container) -> None:
     assert len(far(pod)) == 2
 
 
+def waits_for_a_reader(process: psutil.Process) -> bool:
+    """Its last call opens a pipe that nobody reads."""
+    try:
+        return Path(f"/proc/{process.pid}/wchan").read_text() in ("wait_for_partner", "fifo_open")
+    except OSError:
+        return False
+
+
 def test_a_log_that_hangs_does_not_keep_the_hook(pod: Container) -> None:
     """The line about the progress is written by itself: the volume is busy, and the answer does not wait for it."""
     pod.file.write(INIT, pids=os.getpid())
@@ -551,8 +560,8 @@ def test_a_log_that_hangs_does_not_keep_the_hook(pod: Container) -> None:
     aside = log.rename(pod.logs / "aside")
     os.mkfifo(log)
     pod.file.path.with_name("signal.progress").write_text("1 2\n")
-    # Whoever opens a pipe for writing waits until somebody reads it. By now the hook has begun to.
-    time.sleep(1.8)
+    # Opening a pipe for writing waits until somebody reads it. The hook does that in a process of its own.
+    until(lambda: any(map(waits_for_a_reader, psutil.Process(hook.pid).children(recursive=True))), "the hook to log")
     pipe = log.rename(pod.logs / "pipe")
     aside.rename(log)
     request = (pod.file.read() or Signal(INIT)).fields["request"]

@@ -15,6 +15,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +32,10 @@ from tests import chance, kernel
 from tests.harness import ROOT, ForkServer, Job, Process, Tally, until
 from tests.kernel import Call, Strace, Trace
 
-pytestmark = pytest.mark.skipif(kernel.missing() is not None, reason=kernel.missing() or "")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(kernel.missing() is not None, reason=kernel.missing() or ""),
+]
 
 SHARE = 0.4
 """Of all points, other ones in each run; with `--whole` all of them."""
@@ -521,3 +526,25 @@ def test_the_tracer_spoils_what_strace_spoils(sweep: Sweep, call: str, fault: st
 
     assert ends[0] == ends[1]
     assert len(ends[0][1]) == 1
+
+
+@pytest.mark.parametrize(("fault", "code"), [("error=EIO", 5), ("retval=0", 0), (KILL, -9)])
+def test_a_spoiled_call_is_not_made(tmp_path: Path, fault: str, code: int) -> None:
+    """The process is told what the fault says, and the kernel has done nothing; the call before it was made."""
+    made = tmp_path / "first", tmp_path / "second"
+    script = """if True:
+        import os, sys
+        input()
+        os.mkdir(sys.argv[1])
+        try:
+            os.mkdir(sys.argv[2])
+        except OSError as error:
+            sys.exit(error.errno)
+    """
+    process = subprocess.Popen([sys.executable, "-c", script, *map(str, made)], stdin=subprocess.PIPE)
+    trace = Trace(process.pid, tmp_path / "calls", inject=f"mkdir:{fault}:when=2")
+    process.communicate(b"\n", 30)
+
+    assert process.returncode == code
+    assert [call.is_spoiled for call in trace.calls() if call.name == "mkdir"] == [False, True]
+    assert [path.exists() for path in made] == [True, False]

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import migrator.testing.container
 from migrator.testing import Job, Kubelet, Pod, PyTorchJob, StandInError, isolation
+from migrator.testing.container import Container
 from migrator.testing.pod import MIN_GRACE_S
 from migrator.testing.spec import expand, replacer
 from tests.gang import is_running
@@ -313,6 +314,20 @@ def test_without_a_hook_sigterm_comes_at_once(kubelet: Kubelet) -> None:
     assert stop.term_s is not None
     assert 0 <= stop.term_s < LATE_S
     assert (stop.hooks, stop.exit_code, stop.reason, stop.kill_s) == ((), 143, "Error", None)
+
+
+def test_a_container_that_ends_at_once_has_heard_sigterm(kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the thread that sent it has come when the report is made."""
+    tell = Container._tell
+
+    def tell_and_wait(self: Container, **words: object) -> None:
+        tell(self, **words)
+        if "signal" in words:
+            until(lambda: kubelet.pods[0].stops, "the report")
+
+    monkeypatch.setattr(Container, "_tell", tell_and_wait)
+
+    assert up(kubelet.run(sh(STAYS))).delete().is_term_heard
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,29 @@ def lines(text: str) -> list[str]:
     for pattern in (above, r'  File "<frozen runpy>".*\n', r"(?<=0x)[0-9a-f]+"):
         text = re.sub(pattern, "", text)
     return [line for line in text.splitlines() if line.strip(" ~^")]
+
+
+KEPT = """
+import sys, threading, time, types
+class Told:
+    def __del__(self):
+        print("gone")
+other = sys.modules["other"] = types.ModuleType("other")
+other.kept = Told()
+"""
+DAEMON = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "whole_end", "is_whole"), [("", False, False), ("", True, True), (DAEMON, False, True)]
+)
+def test_an_end_is_whole_if_it_is_asked_for_or_a_thread_is_left(
+    job: Job, more: str, whole_end: bool, is_whole: bool
+) -> None:
+    """Only the interpreter's own end takes apart what its modules hold: what may go wrong there is not left out."""
+    job.write(KEPT + more).whole_end = whole_end
+
+    life = job.run()
+
+    assert life.wait() == 0, life.text
+    assert life.text == ("gone\n" if is_whole else "")

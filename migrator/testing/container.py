@@ -105,13 +105,15 @@ class Container:
             self._tell(exec=self._said(command, out), id=number)
         return found
 
-    def terminate(self) -> bool:
-        """SIGTERM to process 1; False if it has no handler for it, and so does not hear it."""
-        hears = self._handles(signal.SIGTERM)
+    def hears_sigterm(self) -> bool:
+        """Process 1 has a handler for it."""
+        return self._handles(signal.SIGTERM)
+
+    def terminate(self) -> None:
+        """SIGTERM to process 1, which does not hear it without a handler."""
         # In a namespace of its own the kernel keeps from process 1 what it has no handler for. Elsewhere it would die.
-        if hears or self.is_pid_1:
+        if self.is_pid_1 or self.hears_sigterm():
             self._tell(signal=int(signal.SIGTERM))
-        return hears
 
     def kill(self) -> None:
         """SIGKILL to all processes of the container."""

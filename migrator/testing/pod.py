@@ -355,7 +355,9 @@ class Pod:
             left_s = max(MIN_GRACE_S, start_s + grace_s - time.monotonic())
             if not container.is_over.is_set():
                 stopping.term_s = time.monotonic()
-                stopping.is_term_heard = container.terminate()
+                # Before it is sent: the container may have ended, and its report be made, before this thread goes on.
+                stopping.is_term_heard = container.hears_sigterm()
+                container.terminate()
             if not container.is_over.wait(left_s):
                 stopping.kill_s = time.monotonic()
                 container.kill()
