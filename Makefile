@@ -28,12 +28,11 @@ test: $(READY)  ## all tests, of each sweep a sample: 5 minutes (TEST_ARGS="--se
 quick: $(READY)  ## the tests that start no process: one minute
 	$(PYTEST) -n 2 -m quick $(TEST_ARGS)
 
-long: $(READY)  ## the long variants, and nothing left out of any sweep
-	$(PYTEST) -n $(WORKERS) -m long --whole $(TEST_ARGS)
+long: $(READY)  ## all tests with their long variants, and nothing left out of any sweep
+	$(PYTEST) -n $(WORKERS) -m "not sweep" --whole $(TEST_ARGS)
 
-sweeps: $(READY)  ## everything, and every line of every life struck at; prints how long each part took
-	@echo "make sweeps: the crash search, all tests with nothing left out, their long and their longest variants"
-	time $(BIN)/python -m tests.crashes $(CRASH_ARGS)
+sweeps: $(READY)  ## the same, a kill at every line of every life, and the crash search; each prints how long it took
+	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
 	$(PYTEST) -n $(WORKERS) --whole --durations=20 $(TEST_ARGS)
 
 crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from (CRASH_ARGS="--states 1000000")

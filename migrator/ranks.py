@@ -132,7 +132,7 @@ class Ranks(threading.Thread):
         self._is_lost = False
         self._is_closed = False
         self.is_done = False
-        """The script has ended on this rank: nothing of its depends on the store any more."""
+        """The script has ended on this rank: it does not need the store any more."""
         self._beat = 0
         self._all_beat = False
         self._next_beat_s = 0.0

@@ -24,7 +24,7 @@ def dice(what: object) -> random.Random:
 
 
 def some(what: object, items: Iterable[Item], share: float) -> list[Item]:
-    """So large a share of them, in their order, and one at least; all of them in a run with `--whole`."""
+    """This share of the items, in their order, at least one; all of them in a run with `--whole`."""
     items = list(items)
     if _takes_all or not items:
         return items

@@ -21,8 +21,6 @@ from tests.warm import WarmShim
 
 STARTS_PROCESSES = {"fork_server", "kubelet"}
 """Tests with one of these fixtures, or the mark `processes`, start processes; all others are quick."""
-INSTALL = "apt-get install busybox strace"
-"""What makes a Debian machine complete; `.ci/run` does it."""
 
 
 # What belongs to the whole run.
@@ -51,7 +49,7 @@ SEED = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is quick. And what may take longest begins first, else one worker would be the last by far."""
+    """Mark what is quick. Tests with the longest timeout start first: otherwise one worker would finish long after."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         is_marked = any(item.iter_markers("processes")) or any(item.iter_markers("long"))
@@ -83,7 +81,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was counted by all workers together, how to draw the same again, and what was skipped for want of a tool."""
+    """What all workers counted together, how to draw the same again, and which tools are missing."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     counts: Counter[str] = Counter()
     for report in reports:
@@ -105,14 +103,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def said_of_skips(reasons: list[str]) -> str:
-    """In one line what was left out for want of something, and the command that brings it; empty: nothing was."""
+    """In one line what was skipped since something is missing, and the command that installs it; empty: nothing was."""
     loud = [reason.partition("LOUD: ")[2] for reason in reasons if "LOUD: " in reason]
     tools = Counter(reason.split()[0] for reason in loud if " is missing" in reason)
     others = Counter(reason.partition(":")[0] for reason in loud if " is missing" not in reason)
     parts = [f"{count} ({reason})" for reason, count in sorted(others.items())]
     if tools:
-        wanted = ", ".join(f"{count} for want of {tool}" for tool, count in sorted(tools.items()))
-        parts.insert(0, f"{wanted}, and run after `{INSTALL}`")
+        counts = ", ".join(f"{count} need {tool}" for tool, count in sorted(tools.items()))
+        parts.insert(0, f"{counts}; install: apt-get install {' '.join(sorted(tools))}")
     return f"SKIPPED LOUDLY: {'; '.join(parts)}" if parts else ""
 
 
@@ -133,7 +131,7 @@ def scratch() -> Iterator[Path]:
     del os.environ[guardian.VARIABLE]
     assert watching.stdin is not None
     watching.stdin.close()
-    watching.wait(2 * guardian.SWEEP_S)
+    assert watching.wait(2 * guardian.SWEEP_S) == 0, "the guardian did not end all that was left"
 
 
 # What tests start.
@@ -155,7 +153,8 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iter
 @pytest.fixture(autouse=True)
 def warm_pods(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers in pods come out of the warm interpreter, in tests that have it at hand."""
-    if set(request.fixturenames) >= {"kubelet", "fork_server"}:
+    is_cold = request.node.get_closest_marker("cold") is not None
+    if set(request.fixturenames) >= {"kubelet", "fork_server"} and not is_cold:
         server = request.getfixturevalue("fork_server")
         monkeypatch.setattr(container, "start_shim", lambda: WarmShim(server))
 

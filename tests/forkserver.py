@@ -81,7 +81,11 @@ def _accept(server: socket.socket, selector: Any, open_things: list[Any]) -> dic
     connection, _ = server.accept()
     data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 2)
     while not data.endswith(b"\n"):
-        data += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:  # who asked has ended
+            connection.close()
+            return None
+        data += more
     request: dict[str, Any] = json.loads(data)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -126,8 +130,8 @@ def die_with_parent(parent: int) -> None:
 def _become(request: dict[str, Any]) -> None:
     """Turn this forked child into `python argv...`."""
     os.setsid()
-    # A test run that is itself killed runs no clean-up, and nobody's signals reach a session of its own. So the kernel
-    # ends each child with this server, which ends with its tests.
+    # A test run that is killed cleans nothing up, and its signals do not reach other sessions. So the kernel ends each
+    # child with this server, which ends with its tests.
     die_with_parent(request["parent"])
     # As a terminal or a container starts it; whoever started the tests may have them ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

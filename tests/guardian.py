@@ -20,6 +20,8 @@ import time
 VARIABLE = "TESTS_MARK"
 SWEEP_S = 10.0
 """A process that the kernel cannot end (hung storage) is given up after so long."""
+LOOKS = 3
+"""So often nothing may be found in a row: a process that becomes another program shows no environment meanwhile."""
 
 
 def marked(mark: str) -> list[int]:
@@ -33,13 +35,17 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def sweep(mark: str) -> None:
-    end_s = time.monotonic() + SWEEP_S
-    while (pids := marked(mark)) and time.monotonic() < end_s:
+def sweep(mark: str) -> bool:
+    """Whether all of them have ended."""
+    end_s, empty = time.monotonic() + SWEEP_S, 0
+    while empty < LOOKS and time.monotonic() < end_s:
+        pids = marked(mark)
+        empty = 0 if pids else empty + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    return empty == LOOKS
 
 
 def main() -> None:
@@ -48,8 +54,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
-    sweep(mark)
+    is_done = sweep(mark)
     shutil.rmtree(directory, ignore_errors=True)
+    sys.exit(not is_done)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ class Process:
         while b"\n" not in self._read:
             more = self._connection.recv(64)
             if not more:
+                self._connection.close()
                 raise AssertionError("the fork server is gone")
             self._read += more
         line, _, self._read = self._read.partition(b"\n")

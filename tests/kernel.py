@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,6 +92,8 @@ class Call:
 def missing() -> str | None:
     """Why no call can be spoiled here; None if it can."""
     why = tracer.missing()
+    if why is not None and shutil.which("strace") is not None:
+        return None
     if why is None:
         sleeper = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
         with tempfile.TemporaryDirectory() as directory:
@@ -180,6 +183,9 @@ class Strace(Trace):
                 continue
             arguments, _, result = call[2].rpartition(" = ")
             yield who, call[1], _paths(arguments), arguments, result
+
+
+TRACE: type[Trace] = Trace if tracer.missing() is None else Strace
 
 
 def _numbered(entries: Iterable[Entry]) -> Iterator[Call]:

@@ -530,6 +530,7 @@ class Bench:
         arguments = [*stage, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={self.tree}"]
         # It was imported before, and that is all it has to say.
         arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not long", f"--timeout={timeout_s}"]
+        arguments += ["--whole", "--seed=0"]  # the same tests for the unchanged code and for each mutant
         code = pytest.main(arguments, plugins=[notes])
         os.write(tells, json.dumps([int(code), notes.failed, notes.longest_s]).encode())
         sys.stdout.flush()

@@ -2,19 +2,17 @@
 
 An interpreter's own end takes apart every module that was ever imported, and then all that torch registered in C++.
 In a fork each page of that is copied first: 0.16 s for a script that does nothing, ten times what its life takes. So
-the end is made here, up to where the script's own objects are gone: threads, atexit and multiprocessing's
-finalizers, the objects of `__main__`, the exit code and its messages. Only what the server
-had imported is left to the kernel.
+the process is ended here: threads are joined, atexit and multiprocessing's finalizers run, `__main__` is dropped, and
+exit code and messages are those of an interpreter. All other modules are not taken apart.
 
-The interpreter's own end is what may go wrong when a thread is still there: the process aborts. So a process with a
-thread left over ends the interpreter's way, and so does one that asks for it (`whole_end`).
+The interpreter's own end may abort if a thread is still running. So a process with a thread left over ends the
+interpreter's way, and so does one that asks for it (`whole_end`).
 """
 
 from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import ctypes
 import gc
 import importlib.machinery
@@ -22,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import types
 from pathlib import Path
 from typing import NoReturn
@@ -30,17 +29,32 @@ from typing import NoReturn
 def run_script(*, whole_end: bool) -> NoReturn:
     """`python argv...`, from `sys.argv`, to the end of the process."""
     code = _run(Path(sys.argv[0]))
-    if not whole_end:
-        threading._shutdown()  # type: ignore[attr-defined]
+    if not whole_end or code < 0:
+        _join_threads()
         atexit._run_exitfuncs()
-        if threading.active_count() == 1:
+        if threading.active_count() == 1 or code < 0:
             _forget_main()
             _end(code)
-    _exit_as_the_interpreter(code)
+    ctypes.pythonapi.Py_Exit(code)  # `sys.exit` from any depth, whatever stands between here and the first line
+    raise AssertionError("not reached")
+
+
+def _join_threads() -> None:
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:  # a signal handler's: the interpreter prints it like this, and goes on
+        print(f"Exception ignored in: {threading!r}", file=sys.stderr)
+        traceback.print_exception(error)
 
 
 def _run(path: Path) -> int:
     """The exit code; what ended the script has been printed."""
+    if not path.is_file():
+        print(
+            f"{sys.executable}: can't open file {str(path.absolute())!r}: [Errno 2] No such file or directory",
+            file=sys.stderr,
+        )
+        return 2
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__.update(
         __file__=str(path),
@@ -78,21 +92,12 @@ def _forget_main() -> None:
 
 def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
             stream.flush()
+        except (OSError, ValueError, AttributeError):
+            code = code or 120  # as the interpreter says that its output is lost
     if code < 0:
-        _die_of(-code)
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        code = 128 - code  # the kernel keeps it from process 1
     os._exit(code)
-
-
-def _exit_as_the_interpreter(code: int) -> NoReturn:
-    if code < 0:
-        atexit._run_exitfuncs()
-        _die_of(-code)
-    ctypes.pythonapi.Py_Exit(code)  # `sys.exit` from any depth, whatever stands between here and the first line
-    raise AssertionError("not reached")
-
-
-def _die_of(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -591,7 +591,7 @@ class Sweep:
         victim.end()
         life = trial.ended(gang)
         trained, _, behind = life.texts[other].partition("signal source=")
-        # Whose last safe point was changed outside a step, and who loses the other before the next one, is not whole.
+        # A rank whose state changed outside a step has nothing to save until its next safe point.
         is_whole = "changed_outside_step" not in behind
         if is_whole and behind and "\ntrained" in trained and strike.scenario.roots == "shared":
             told = gang[other].events("leaving")

@@ -193,6 +193,21 @@ def test_events_are_told_by_rank(job: Job):
     assert gang.events("committed") == [(rank, {"step": "4", "why": '"a b"'}) for rank in (0, 1)]
 
 
+def test_the_end_of_the_fork_server_is_the_end_of_its_children(tmp_path: Path) -> None:
+    """However it ends; nothing else has to look for them."""
+    server = ForkServer(tmp_path, tmp_path)
+    job = Job(server, tmp_path).write("import time\nprint('runs')\ntime.sleep(60)\n")
+    life = job.run()
+    life.wait_for("runs")
+
+    server._process.kill()
+    server.close()
+
+    until(lambda: not is_running(life.pid), "its child to end")
+    with pytest.raises(AssertionError, match="the fork server is gone"):
+        life.wait()
+
+
 def test_what_a_script_prints_is_not_cut_by_what_a_thread_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A line is read whole, also on machines that set PYTHONUNBUFFERED, where Python writes word by word."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")

@@ -150,6 +150,18 @@ def test_thirty_of_thirty_end_with_0(job: Job) -> None:
     end_well(job, 30)
 
 
+def test_ranks_that_leave_end_with_143_through_the_whole_end(job: Job) -> None:
+    """As a fresh interpreter's: no thread of ours is inside the store's or gloo's C++ code when it ends."""
+    job.write(TINY).whole_end = True
+    for turn in range(3):
+        gang = job.gang(2, STEPS="100000", MIGRATOR_JOB=f"job-{turn}")
+        gang.wait_for("listening ")
+        gang.kill(ranks=[turn % 2])
+
+        assert gang.wait() == [143, 143], gang.text
+        assert "terminate called" not in gang.text
+
+
 OUTLIVES_THE_STORE = """
 from pathlib import Path
 from migrator.ranks import Ranks

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.harness import ROOT, Job
+from migrator.testing import Kubelet, container
+from tests.harness import ROOT, ForkServer, Job
+from tests.warm import WarmShim
 
 pytestmark = pytest.mark.processes
+cold_shim = container.start_shim
 
 ENDS = {
     "by itself": "print('done')",
@@ -147,8 +151,9 @@ def test_a_script_ends_as_it_does_by_itself(job: Job, how: str, whole_end: bool)
 
 def lines(text: str) -> list[str]:
     """What was printed, but for the frames that stand above the script, and marks below the code of one."""
-    above = rf'  File "{re.escape(str(ROOT))}/tests/(script|forkserver)\.py".*\n    .*\n(    [~^ ]+\n)?'
-    for pattern in (above, r'  File "<frozen runpy>".*\n', r"(?<=0x)[0-9a-f]+"):
+    above = rf'  File "{re.escape(str(ROOT))}/tests/(script|forkserver|warm|jobs/shim)\.py".*\n    .*\n(    [~^ ]+\n)?'
+    above_in_pod = rf'  File "{re.escape(str(ROOT))}/migrator/testing/_shim\.py".*\n    .*\n(    [~^ ]+\n)?'
+    for pattern in (above, above_in_pod, r'  File "<frozen runpy>".*\n', r"(?<=0x)[0-9a-f]+"):
         text = re.sub(pattern, "", text)
     return [line for line in text.splitlines() if line.strip(" ~^")]
 
@@ -177,3 +182,47 @@ def test_an_end_is_whole_if_it_is_asked_for_or_a_thread_is_left(
 
     assert life.wait() == 0, life.text
     assert life.text == ("gone\n" if is_whole else "")
+
+
+TRAPS = {
+    **ENDS,
+    "a missing script": None,
+    "a broken pipe": """
+import os
+read, write = os.pipe()
+os.close(read)
+try:
+    os.write(write, b"x")
+except BrokenPipeError:
+    print("told")
+""",
+    "a handler that raises while threads are joined": """
+import os, signal, threading, time
+def handle(number, frame):
+    raise SystemExit(9)
+signal.signal(signal.SIGTERM, handle)
+def work():
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+threading.Thread(target=work).start()
+""",
+}
+
+
+@pytest.mark.parametrize("how", TRAPS)
+def test_a_script_ends_in_a_warm_pod_as_in_a_cold_one(
+    kubelet: Kubelet, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    """The same exit code and the same lines, also of process 1."""
+    script = tmp_path / "train.py"
+    text = TRAPS[how]
+    if text is not None:
+        script.write_text(text)
+    stops = []
+    for shim in (lambda: WarmShim(fork_server), cold_shim):
+        monkeypatch.setattr(container, "start_shim", shim)
+        pod = kubelet.run([sys.executable, "-u", str(script), "a", "b"], name=f"pod-{len(stops)}")
+        stops.append((pod.wait().exit_code, lines(pod.log)))
+
+    assert stops[0] == stops[1]

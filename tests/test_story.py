@@ -14,7 +14,10 @@ from tests.harness import ROOT
 YAMLS = ROOT / "yamls"
 IMAGE = {"/app": ROOT / "examples"}
 SAMPLES = 1500
-pytestmark = pytest.mark.usefixtures("fork_server")
+pytestmark = [
+    pytest.mark.usefixtures("fork_server"),
+    pytest.mark.parametrize("trainers", ["warm", pytest.param("cold", marks=[pytest.mark.cold, pytest.mark.long])]),
+]
 ENV = {"OMP_NUM_THREADS": "1"}
 
 
@@ -38,7 +41,7 @@ def saved(pod: Pod) -> str:
     return re.findall(r"leaving ckpt=(\S+)", pod.log)[-1]
 
 
-def test_the_job_of_one_pod_is_deleted_and_applied_again(kubelet: Kubelet) -> None:
+def test_the_job_of_one_pod_is_deleted_and_applied_again(kubelet: Kubelet, trainers: str) -> None:
     """Its hook's log, its signal file and its termination message tell of the save; the next apply goes on from it."""
     (kubelet.volume("ckpts") / "steps").mkdir()
     args = ["--epochs=3", "--log=/ckpts/steps/rank-0.jsonl", "--weights=/ckpts/train.pt"]
@@ -69,7 +72,7 @@ def test_the_job_of_one_pod_is_deleted_and_applied_again(kubelet: Kubelet) -> No
 
 
 @pytest.mark.timeout(240)
-def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubelet) -> None:
+def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubelet, trainers: str) -> None:
     """The loss of one pod is one ckpt and a new start of all three; the last life, with one worker less, ends it."""
     # Long enough for each life to be in the middle of it when the news come, on a slow machine too.
     args = ["--epochs=6", "--steps=/ckpts/steps", "--weights=/ckpts/train-ddp.pt"]
@@ -98,7 +101,7 @@ def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubele
 
 
 @pytest.mark.timeout(240)
-def test_one_pod_of_the_torchrun_job_is_deleted(kubelet: Kubelet) -> None:
+def test_one_pod_of_the_torchrun_job_is_deleted(kubelet: Kubelet, trainers: str) -> None:
     """The agents end with 1 when their ranks have left; both are started again, and four ranks go on."""
     args = ["--epochs=6", "--steps=/ckpts/steps", "--weights=/ckpts/train-torchrun.pt"]
 

@@ -6,6 +6,7 @@ session of its own.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Mapping
@@ -128,7 +129,12 @@ class Torchrun:
 
     def worker_pids(self) -> list[int]:
         """The ranks that run now."""
-        return [worker.pid for life in self.lives for worker in life if is_running(worker.pid)]
+        try:
+            children = psutil.Process(self.agent.pid).children()
+        except psutil.NoSuchProcess:
+            return []
+        # What forks them for the agent is a child of it as well, but leads no session.
+        return [child.pid for child in children if is_running(child.pid) and os.getsid(child.pid) == child.pid]
 
     def terminate(self) -> None:
         """SIGTERM to the agent, which passes it on, as kubelet does where it is PID 1."""

@@ -96,7 +96,9 @@ CALLS: dict[int, tuple[str, str]] = {
     327: ("preadv2", "f"),
     328: ("pwritev2", "f"),
     332: ("statx", "dp"),
+    437: ("openat2", "dp"),
     439: ("faccessat2", "dp"),
+    452: ("fchmodat2", "dp"),
 }
 
 libc = ctypes.CDLL(None, use_errno=True)

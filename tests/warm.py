@@ -4,7 +4,9 @@ Where a container or torchrun would start a fresh interpreter, which imports tor
 are forked from one that has done so, and run the script as `script.py` says. Everything else is what it is elsewhere:
 the shim and its PID namespace, the agent with its signals, groups and waits, and the real parent of each process.
 
-That fresh interpreters do the same is shown by the tests of the examples, of the demo and of `docs/testing.md`.
+What this leaves out: all processes of a run have the same hash seed and the same state of numpy's random numbers. That
+fresh interpreters do the same is shown by the demo, by `examples/elastic.py`, by the tests of `docs/testing.md`, and by
+the long variants of `test_story.py`.
 """
 
 from __future__ import annotations
@@ -56,18 +58,21 @@ def agent_of(argv: Sequence[str]) -> list[str] | None:
 def become(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     """`os.execvpe` without an exec, in a process that was just forked and has one thread."""
     script = script_of(argv) or agent_of(argv)
-    # Neither the name of a place for temporary files nor the mark by which leftovers are found is a container's own.
-    env = {**env, **{name: os.environ[name] for name in ("TMPDIR", VARIABLE) if name in os.environ}}
+    # The guardian has to find what this process leaves behind, processes and temporary files.
+    env = {"TMPDIR": os.environ["TMPDIR"], **env, VARIABLE: os.environ[VARIABLE]}
     if script is None:
         # Where the shim is killed with the tests, what it started has to go too.
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _execvpe(argv[0], [*argv], env)
-    # What an exec does by itself.
+    # What an exec and a new interpreter do by themselves.
+    os.execvpe = _execvpe
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
     os.closerange(3, 4096)
     os.environ.clear()
     os.environ.update(env)
@@ -116,12 +121,12 @@ class WarmShim:
 # torchrun.
 
 
-class Nursery:
+class RankForker:
     """Forks ranks for an agent, and the agent is their parent.
 
-    An agent has threads of its own, and a fork of it would have their locks. So a process without threads stands by
-    from before they were started. What it forks twice over is left behind by the process between, and goes to the
-    agent, which has asked the kernel for orphans.
+    An agent has threads, and a fork of it would inherit their locks. So a helper process is forked before the agent
+    starts threads. It forks each rank twice: the process between ends, and the kernel gives the rank to the agent,
+    which has asked for orphans.
     """
 
     def __init__(self) -> None:
@@ -151,6 +156,8 @@ class Nursery:
             if os.fork() != 0:
                 os._exit(0)
             while os.getppid() != agent:
+                if not Path(f"/proc/{agent}").exists():
+                    os._exit(1)
                 os.sched_yield()
             os.setsid()  # as the agent asks `Popen` for
             there.send(str(os.getpid()).encode())
@@ -179,7 +186,7 @@ class _Forked(subprocess.Popen[bytes]):
 
 def agent() -> Any:
     """`torchrun` with `sys.argv`, whose ranks are forked from here."""
-    nursery = Nursery()
+    forker = RankForker()
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.run import main
 
@@ -188,7 +195,7 @@ def agent() -> Any:
     def forked(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         if script_of(args) is None or self._stdout is not None or self._stderr is not None:
             return popen(self, args, env)
-        return _Forked(nursery.fork(args, env), args)
+        return _Forked(forker.fork(args, env), args)
 
     subprocess_handler.SubprocessHandler._popen = forked  # type: ignore[method-assign]
     return main()
