@@ -157,7 +157,8 @@ def test_the_end_finds_frozen_ranks(job: Job):
     gang.end()
     gang.end()
 
-    assert gang.wait() == [-signal.SIGKILL] * 2
+    # The second one may have ended by its collective, in which the first is missing, before it was killed itself.
+    assert gang.wait() in ([-signal.SIGKILL] * 2, [-signal.SIGKILL, 1])
     assert not any(map(is_running, gang.pids))
 
 

@@ -496,7 +496,7 @@ def test_the_tracer_sees_what_strace_sees(sweep: Sweep, phase: str) -> None:
         seen.append([f"{c.place(job.root)} {c.number} {c.is_changing} {c.is_known} {outcome(c)}" for c in calls])
         job.end()
 
-    assert len(seen[0]) > 10
+    assert seen[0]
     assert seen[0] == seen[1], "\n".join(difflib.unified_diff(*seen, "ours", "strace", lineterm=""))
 
 

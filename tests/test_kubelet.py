@@ -330,6 +330,23 @@ def test_a_container_that_ends_at_once_has_heard_sigterm(kubelet: Kubelet, monke
     assert up(kubelet.run(sh(STAYS))).delete().is_term_heard
 
 
+def test_a_hook_that_ends_its_container_at_once_is_in_the_report(
+    kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the thread that started it has come when the report is made."""
+    tell = Container._tell
+
+    def tell_and_wait(self: Container, **words: object) -> None:
+        tell(self, **words)
+        if "exec" in words:
+            until(lambda: kubelet.pods[0].stops, "the report")
+
+    monkeypatch.setattr(Container, "_tell", tell_and_wait)
+    pod = up(kubelet.run(sh("echo up; until [ -e asked ]; do sleep 0.01; done"), pre_stop=sh("touch asked; sleep 60")))
+
+    assert pod.delete().hook.code == 137
+
+
 @pytest.mark.parametrize(
     ("hook", "code", "text"),
     [

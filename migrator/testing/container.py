@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,11 @@ class Container:
             raise StandInError(f"the container's process cannot be started: {why}")
         self.pid, self.is_pid_1 = self._answer["started"], self._answer["is_pid_1"]
 
-    def exec(self, command: Command, out: Path) -> Exec:
-        """Start another process in the container, as kubelet starts a hook."""
+    def exec(self, command: Command, out: Path, *, note: Callable[[Exec], None] = lambda one: None) -> Exec:
+        """Start another process in the container, as kubelet starts a hook. `note` is called before it starts."""
         out.touch()
         found = Exec(time.monotonic(), out)
+        note(found)
         with self._lock:
             self._execs.append(found)
             number = len(self._execs) - 1

@@ -348,7 +348,8 @@ class Pod:
         else:
             if self.spec.container.pre_stop is not None:
                 for _ in range(hooks):
-                    runs.append(self._exec("preStop", container))
+                    # It is noted before it starts: the container may end, and its report be made, in the meantime.
+                    self._exec("preStop", container, note=runs.append)
                     if not at_once:
                         _wait_for(runs[-1:], start_s + grace_s)
                 _wait_for(runs, start_s + grace_s)
@@ -410,13 +411,14 @@ class Pod:
             text = "\n".join(container.text.splitlines()[-80:])[-_FALLBACK_AT_MOST:]
         return text.strip()
 
-    def _exec(self, name: str, container: Container) -> Exec:
+    def _exec(self, name: str, container: Container, *, note: Callable[[Exec], None] = lambda run: None) -> Exec:
         spec, number = self.spec.container, len(self.containers) or 1
         argv = spec.pre_stop if name == "preStop" else spec.post_start
         assert argv is not None
         place, command = self._place(number, spec), self._command(number, spec)
         out = self.directory / f"{name}-{number}-{len(self._hooks) + 1}.txt"
-        hook = container.exec(Command([place(word) for word in argv], command.env, command.cwd), out)
+        command = Command([place(word) for word in argv], command.env, command.cwd)
+        hook = container.exec(command, out, note=note)
         self._hooks.append((name, hook))
         return hook
 
