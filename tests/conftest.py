@@ -126,9 +126,10 @@ def scratch() -> Iterator[Path]:
         env={},
         start_new_session=True,
     )
-    os.environ[guardian.VARIABLE] = mark
-    yield directory
-    del os.environ[guardian.VARIABLE]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(guardian.VARIABLE, mark)
+        patch.setenv("TMPDIR", str(directory))
+        yield directory
     assert watching.stdin is not None
     watching.stdin.close()
     assert watching.wait(2 * guardian.SWEEP_S) == 0, "the guardian did not end all that was left"

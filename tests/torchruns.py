@@ -76,12 +76,14 @@ class Torchrun:
     ) -> None:
         self.nproc = nproc
         self.rdzv = rdzv or f"127.0.0.1:{free_port()}"
-        """Where the nodes meet."""
+        """Where the nodes meet: a store that the agent holds which was given none."""
         self.pod = Pod(job, pod, has_own_root=roots == "own")
         self._stem = job.directory / name
         options = [
             *(f"--nproc-per-node={nproc}", f"--nnodes={nnodes}", f"--max-restarts={max_restarts}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv}", f"--rdzv-conf={rdzv_conf}", "--rdzv-id=tests"),
+            # Both nodes are on this machine, so without a word whoever is first to bind would hold the store.
+            f"--rdzv-conf=is_host={int(rdzv is None)},{rdzv_conf}",
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv}", "--rdzv-id=tests"),
             "--local-addr=127.0.0.1",
         ]
         if shutdown_timeout_s is not None:
