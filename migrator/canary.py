@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
 SAMPLED_TENSORS = 32
@@ -52,6 +53,29 @@ class Mark:
     def addresses(self) -> frozenset[int]:
         """Where the tensors began."""
         return frozenset(self._addresses)
+
+
+class Contents:
+    """What tensors hold, for those that are written to by other means than an optimizer.
+
+    Small ones byte for byte, since one cell of a table may be all that changes in a step.
+    """
+
+    SMALL_BYTES = 64 * 1024
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._mark = Mark(tensors)
+        self._small = self._digests(tensors)
+
+    def differ(self, tensors: Sequence[Tensor]) -> bool:
+        return self._mark.differs(tensors) or self._digests(tensors) != self._small
+
+    def _digests(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [
+            xxhash.xxh3_64_intdigest(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+            for tensor in tensors
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and 0 < tensor.nbytes <= self.SMALL_BYTES
+        ]
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -17,8 +17,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from migrator import kinds, randomness
-from migrator.canary import Mark
+from migrator.canary import Contents, Mark
 from migrator.events import log
 from migrator.registry import Registry
 
@@ -82,6 +86,13 @@ class Capturer:
         missing = frozenset() if full else frozenset(self._deferred)
         return Capture(step, random, values, marks, loop, missing, turn=turn)
 
+    def contents(self) -> dict[str, Contents]:
+        """What all registered tensors hold now, small ones too; buffers change by looking at data and say nothing."""
+        return {name: Contents(_tensors(kind.target)) for name, kind in self._registry}
+
+    def have_changed(self, before: dict[str, Contents]) -> bool:
+        return any(contents.differ(_tensors(self._registry[name].target)) for name, contents in before.items())
+
     def _weigh(self, name: str, kind: kinds.Kind, cost_s: float, interval_s: float) -> None:
         if cost_s < _FLOOR_S.get(kind.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:
             self._strikes.pop(name, None)
@@ -114,3 +125,11 @@ class Capturer:
             except (RuntimeError, KeyError):  # the script is adding modules or parameters this very moment
                 found.append(name)
         return found
+
+
+def _tensors(target: Any) -> list[Tensor]:
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    values = target.values() if isinstance(target, dict) else target if isinstance(target, list) else [target]
+    found = [torch.from_numpy(v) if type(v) is np.ndarray and v.dtype.kind in "biufc" else v for v in values]
+    return [value for value in found if isinstance(value, Tensor)]

@@ -194,6 +194,14 @@ class Gate:
                 # One act with the wait: news that come before it is there must find it on its way.
                 self._is_entering = True
 
+    def may_pass_on(self) -> bool:
+        """As `pass_on`, for a moment in which the loop must neither wait nor leave."""
+        with self._cond:
+            if self.is_leaving:
+                return False
+            self._is_entering = self.agrees and self.phase is Phase.CLEAN
+            return True
+
     def publish(self, capture: Capture, *, may_stay: bool = True) -> None:
         """The main thread stands at a safe point and its state is `capture`."""
         with self._cond:

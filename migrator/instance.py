@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 from migrator import events, settings
 from migrator.errors import UsageError
 from migrator.life import Life
+from migrator.loop import Batches
 from migrator.registry import Registry
 
 Batch_co = TypeVar("Batch_co", covariant=True)
@@ -53,6 +54,7 @@ class Migrator:
         keep: int | None = None,
         exit_code: int | None = None,
         resume: str | None = None,
+        loops: str | None = None,
     ) -> None:
         """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
 
@@ -81,6 +83,7 @@ class Migrator:
             "keep": keep,
             "exit_code": exit_code,
             "resume": resume,
+            "loops": loops,
         }
         import os
 
@@ -99,15 +102,17 @@ class Migrator:
         """
         return self._listening("load_ckpt()").load()
 
-    def batches(self, loader: Loader[Batch]) -> Loader[Batch]:
-        """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point."""
-        return cast("Loader[Batch]", self._listening("batches()").batches(loader))
+    def batches(self, loader: Loader[Batch], name: str | None = None) -> Batches[Batch]:
+        """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point.
+
+        `name` tells apart loops that cannot be told apart otherwise: several loaders that look alike, gone over at
+        one place of the script.
+        """
+        return self._listening("batches()").batches(loader, name)
 
     def safe_point(self) -> None:
         """Say that the loop could start again right here. Not needed with `batches()`."""
-        life = self._listening("safe_point()")
-        life.mark_explicit()
-        life.safe_point()
+        self._listening("safe_point()").safe_point_of_script()
 
     def save_ckpt(self, wait: bool = True) -> str | None:
         """Save now; with `wait` it returns the name when the ckpt is durable, without it training goes on at once.

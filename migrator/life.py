@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator.canary import Contents
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
@@ -31,11 +32,14 @@ from migrator.errors import (
 )
 from migrator.events import log
 from migrator.gate import Gate, Phase
+from migrator.iteration import Iteration
 from migrator.joint import JointSaver
 from migrator.leaving import HOOK_READS_S, Leaving, Outcome
-from migrator.loop import Batches, Loops, Place
+from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
+from migrator.place import Place
 from migrator.registry import Registry
+from migrator.replay import GENERATORS, WorkersSeededApart, state_of
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
@@ -65,6 +69,9 @@ class Life:
         self.is_loaded = False
         self._finished_before: frozenset[int] | None = None
         self._finished: set[int] = set()
+        self._iteration = Iteration()
+        self._by_hand: dict[str, Contents] | None = None
+        """What tells that tensors change although no optimizer has stepped."""
         self._steps = 0
         self._known_optimizers: set[int] = {id(o) for o in registry.optimizers()}
         self._is_explicit = False
@@ -100,7 +107,7 @@ class Life:
             )
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
-        self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
+        self.loops = Loops(self, self._place, {name: kind.target for name, kind in registry})
         self._watcher = Watcher(
             sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._saver.tell
         )
@@ -174,6 +181,7 @@ class Life:
         self.gate.install()
         for module in self._registry.modules():
             self._forward_hooks.append(module.register_forward_pre_hook(self._before_forward))
+        self._workers_seeded_apart = WorkersSeededApart()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
         # Children of multiprocessing end by os._exit and run no atexit.
@@ -235,7 +243,8 @@ class Life:
         self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
         if loaded.loop is not None:
-            self._place.load(loaded.loop, loaded.random)
+            generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
+            self._place.load(loaded.loop, loaded.random, generators, anew=self.settings.loops == "anew")
         if loaded.random:
             randomness.restore(loaded.random)
         self._after_load()
@@ -281,12 +290,9 @@ class Life:
     def is_decided(self) -> bool:
         return self._leaving.is_decided.is_set()
 
-    def batches(self, loader: Any) -> Batches[Any]:
-        return Batches(loader, self.iterate)
-
-    def iterate(self, loader: Any) -> Any:
+    def batches(self, loader: Any, name: str | None) -> Batches[Any]:
         self.mark_explicit()
-        return self.loops.iterate(loader)
+        return self.loops.batches(loader, name)
 
     def mark_explicit(self) -> None:
         """From now on only what the script marks is a safe point."""
@@ -296,13 +302,20 @@ class Life:
                 hook.remove()
             self._forward_hooks.clear()
 
+    def handing_out(self) -> None:
+        self._iteration.begins()
+        if not self._steps and self._by_hand is None:
+            self._by_hand = self._capturer.contents()
+
     def boundary(self) -> None:
-        if self.gate.phase is Phase.DIRTY:
+        if self.gate.phase is Phase.DIRTY or self._is_trained_by_hand():
             self.safe_point()
 
     def entered(self, *, is_new_round: bool) -> None:
         if self.gate.phase is Phase.DIRTY:
-            self.safe_point()
+            # What an exception left behind is whole again when the script has trained a batch to its end.
+            if not self._iteration.is_broken_off:
+                self.safe_point()
         elif self.gate.phase is Phase.CLEAN and is_new_round and not self._has_gradients_to_lose():
             # Before a second loop of the same epoch the last safe point stays: from here a resumed script
             # would do again what lies between the two, a scheduler's step for one.
@@ -317,15 +330,48 @@ class Life:
             for now, before in zip(self._gradients(), self._gradients_at_safe_point, strict=True)
         )
 
-    def left_early(self) -> None:
-        """A `break` and an exception look the same from here; what tells them apart is whether the step is complete."""
+    def left_early(self, *, at_will: bool) -> None:
+        """A loop that was left by `break` is over, and that is a safe point if the step is complete."""
         if self._leaving.main_is_out.is_set():
             return  # a loop that nobody ended, at the end of the interpreter
+        if not at_will:
+            self._iteration.is_broken_off |= self.gate.phase is Phase.DIRTY
+            return
         expected = self._finished_before
         if expected is None:
             expected = frozenset(id(o) for o in self._registry.optimizers())
-        if self.gate.phase is Phase.DIRTY and self._finished and self._finished == expected:
-            self.safe_point(may_stay=False)
+        if self.gate.phase is Phase.DIRTY or self._is_trained_by_hand():
+            if self._finished == expected or not self._steps:
+                self.loops.leave_live()
+                self.safe_point(may_stay=False)
+        elif self.loops.has_trained and not self._has_gradients_to_lose():
+            self.loops.leave_live()
+            if self.gate.phase is Phase.CLEAN and self.gate.may_pass_on():
+                self._turn += 1
+                self._capture(may_stay=False)
+
+    def _is_trained_by_hand(self) -> bool:
+        """Registered tensors changed in this batch, and no optimizer has ever stepped: a script that does it itself."""
+        if self._steps or self._by_hand is None or not self._capturer.have_changed(self._by_hand):
+            return False
+        if not self.gate.holds_main:
+            # Nothing holds such a step back while a save reads.
+            self.gate.holds_main = True
+            log("trained_by_hand", means="no optimizer steps: each batch in which registered tensors change is a step")
+        self._by_hand = self._capturer.contents()
+        return True
+
+    def _why_not_whole(self) -> str | None:
+        return self._iteration.why_not_whole() if self.gate.phase is Phase.DIRTY else None
+
+    def safe_point_of_script(self) -> None:
+        """`safe_point()`"""
+        self.mark_explicit()
+        if (why := self._why_not_whole()) is not None:
+            raise UsageError(
+                f"safe_point(): {why}. What is half done must not be saved: train a whole iteration first."
+            )
+        self.safe_point()
 
     def safe_point(self, *, may_stay: bool = True) -> None:
         """The loop could start again here."""
@@ -334,6 +380,7 @@ class Life:
         self.step += 1
         self._turn = 0
         self._unsaved_steps = 0
+        self._iteration.is_whole()
         self._finished_before, self._finished = frozenset(self._finished), set()
         if not self.loops.is_live:
             self._place.begin_anew()
@@ -376,6 +423,7 @@ class Life:
         return marks
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
         if id(optimizer) not in self._known_optimizers:
@@ -399,6 +447,7 @@ class Life:
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._steps += 1
+        self._iteration.stepping.discard(id(optimizer))
         self._finished.add(id(optimizer))
 
     def _check_resume_was_not_ignored(self) -> None:
@@ -466,6 +515,9 @@ class Life:
         if self.gate.phase in (Phase.FRESH, Phase.LOADED):
             return newest.ckpt if newest else None
         in_main = threading.get_ident() == self._thread
+        if in_main and (why := self._why_not_whole()) is not None:
+            at = "there is no ckpt" if newest is None else f"the newest ckpt is {newest.ckpt}, of step {newest.step}"
+            raise SaveFailed(f"save_ckpt(): {why}. What is half done is not saved; {at}.")
         ticket = self._saver.ask()
         if in_main and self.gate.phase is Phase.DIRTY:
             # Whoever asks for a save here says that the state is whole here.
@@ -538,6 +590,7 @@ class Life:
         if self._team is not None:
             self._team.close()
         self.gate.remove()
+        self._workers_seeded_apart.remove()
         self._sigterm.close()
         if self._leaving.news is None:
             if self._team is None or self._team.is_last_of_pod():

@@ -6,6 +6,9 @@ loop would need to start again there is whole. Batches between two steps
 (accumulation) belong together without anybody saying so, and the cursor moves
 by what the loop was handed, never by what loader workers have fetched ahead.
 
+A loop that is left by `break` is over. One that is left by an exception is not,
+and the iteration it was in is no safe point.
+
 Only the first live `batches()` makes safe points; one inside it (an evaluation)
 hands its batches through. A loader whose sampler is an `ElasticSampler` starts in
 the middle of its epoch. Any other loader is started as its epoch was started, with
@@ -15,29 +18,35 @@ the same random state, and the batches already trained are drawn again and dropp
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import nn
 from torch.utils.data import BatchSampler
 
-from migrator import randomness
+from migrator import frames, randomness, replay
+from migrator.between import SIDE_BY_SIDE, Between
 from migrator.errors import UsageError
 from migrator.events import log
+from migrator.place import Label, Place
 from migrator.sampler import ElasticSampler
 
 Batch = TypeVar("Batch")
 
 _NO_SECOND_START = (
     "batches(...) was given a {}, which can be iterated only once, so it could not be started again on resume. "
-    "Give it the loader itself: enumerate(migrator.batches(loader)), zip(migrator.batches(loader), other)."
+    "Give it the loader itself: enumerate(migrator.batches(loader))."
 )
-_SIDE_BY_SIDE = (
-    "batches(loader): two loops go on side by side, and only the place of the one that began first would be saved. "
-    "Make one loader of the two (torch.utils.data.StackDataset), or draw the second one's samples inside the dataset. "
-    "If the first one was left half way, drop its iterator before beginning anew. "
-    "A loader that only evaluates needs no batches()."
+_SIDE_THREAD = (
+    "batches(loader) is iterated in the thread {!r}. A finished batch is a safe point only where it is trained: "
+    "iterate it in the main thread, and fetch ahead inside the loader (num_workers, prefetch_factor)."
+)
+_RESUMES_ITSELF = (
+    "batches(loader): the loader is registered and goes on in mid-epoch by itself, so its batches would be skipped "
+    "twice. Do not register the loader; batches() follows it."
 )
 
 
@@ -55,14 +64,17 @@ class Training(Protocol):
     def is_decided(self) -> bool:
         """The process leaves, and nothing is left to lose."""
 
+    def handing_out(self) -> None:
+        """The loop gets its next batch."""
+
     def boundary(self) -> None:
         """The loop stands between two batches; a safe point if something stepped."""
 
     def entered(self, *, is_new_round: bool) -> None:
         """A loop begins: a safe point, if anything was trained and nothing of it would be done again."""
 
-    def left_early(self) -> None:
-        """The loop was left by `break` or an exception, inside a batch."""
+    def left_early(self, *, at_will: bool) -> None:
+        """The loop was left inside a batch: by `break`, or else by an exception."""
 
     def park(self) -> None:
         """Stay until the state is safe, then leave; returns if that takes another safe point."""
@@ -74,146 +86,66 @@ class Training(Protocol):
         """Changes whenever a step or a backward pass happened."""
 
 
-class Place:
-    """Where the loops stand; part of every capture, and read back from a ckpt.
-
-    Loaders have no names, so each gets a label: what it draws from and how, and among
-    those alike the order in which their loops first begin in a life. A loop is noted
-    once something was trained in it; when one that is noted begins again, a new round
-    (mostly: an epoch) begins, and what the others did belongs to the last one.
-    """
-
-    def __init__(self) -> None:
-        self.noted: dict[str, dict[str, Any]] = {}
-        self.pending: dict[str, dict[str, Any]] = {}
-        """What a ckpt noted of loops that have not begun in this life yet."""
-        self.random_at_safe_point: dict[str, Any] | None = None
-        self.ranks_changed = False
-        """The ckpt was made by another number of ranks, so what was handed to one of them says nothing here."""
-        self._known: dict[str, Callable[[], Any]] = {}
-
-    def label_of(self, loader: Any) -> str:
-        """The same for this loader in every life, and for one that takes its place when it is gone."""
-        kind, number = _described(loader), 0
-        while True:
-            label = f"{kind} {number}"
-            known = self._known.get(label)
-            found = known() if known is not None else None
-            if found is loader:
-                return label
-            if found is None:
-                # A loader that is made anew for each epoch takes the place of the one before it.
-                self._known[label] = _weakly(loader)
-                return label
-            number += 1
-
-    def take_pending(self, label: str) -> dict[str, Any] | None:
-        """What was noted of this loop; those noted before it are behind us then."""
-        if label not in self.pending:
-            return None
-        behind = list(self.pending)
-        for other in behind[: behind.index(label)]:
-            del self.pending[other]
-        return self.pending.pop(label)
-
-    def is_new_round(self, label: str) -> bool:
-        return label in self.noted or not self.noted
-
-    def begin(self, label: str, state: dict[str, Any]) -> None:
-        """A loop begins that is not one of the ckpt."""
-        if self.is_new_round(label):
-            if label in self.noted:
-                self.pending.clear()
-            self.noted.clear()
-        self.noted[label] = state
-
-    def end(self, label: str) -> None:
-        """An evaluation leaves no trace: it is done anew, should it be interrupted."""
-        if not self.noted.get(label, {}).get("handed", 1):
-            del self.noted[label]
-
-    def begin_anew(self) -> None:
-        """The script says that it could start here, between its loops: none of them is to be continued."""
-        self.noted.clear()
-
-    def state(self) -> dict[str, Any]:
-        return {"loops": {label: dict(state) for label, state in self.noted.items()}}
-
-    def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
-        self.pending = dict(state["loops"])
-        self.noted = dict(state["loops"])
-        self.random_at_safe_point = random
-
-
-def _described(loader: Any) -> str:
-    data = getattr(loader, "dataset", loader)
-    try:
-        length = len(data)
-    except (TypeError, NotImplementedError):
-        length = None
-    how = getattr(loader, "batch_sampler", None)
-    how = getattr(loader, "sampler", None) if how is None or type(how) is BatchSampler else how
-    return f"{type(loader).__name__} {type(data).__name__}[{length}] {type(how).__name__}"
-
-
-def _is_one_shot(loader: Any) -> bool:
-    """An iterator, not something that makes them; a class of the script's own may well be both."""
-    makers = ("builtins", "itertools", "torch.utils.data.dataloader")
-    return hasattr(loader, "__next__") and type(loader).__module__ in makers
-
-
-def _weakly(loader: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(loader)
-    except TypeError:  # a list, a tuple
-        return lambda: loader
-
-
 class Batches(Generic[Batch]):
     """What `batches(loader)` returns: iterates as the loader does, and `len()` is the whole epoch."""
 
-    def __init__(self, loader: Any, iterate: Callable[[Any], Iterator[Batch]]) -> None:
+    def __init__(self, loader: Any, loops: Loops, called: tuple[str | None, tuple[str, str]]) -> None:
         self._loader = loader
-        self._iterate = iterate
+        self._loops = loops
+        self._called = called
+        self.done = 0
+        """How many batches of the epoch are behind the loop: inside it, the index of the batch at hand."""
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._iterate(self._loader)
+        held: list[Any] = []
+        iterator = self._loops.iterate(self._loader, self, self._called, held)
+        held.append(weakref.ref(iterator))
+        return iterator
 
 
 class Loops:
     """All `batches()` of a life; at most one of them makes safe points at a time."""
 
-    def __init__(self, training: Training, place: Place, registered: list[Any]) -> None:
+    def __init__(self, training: Training, place: Place, registered: Mapping[str, Any]) -> None:
         self._training = training
         self._place = place
         self._registered = registered
         self._live: _Loop | None = None
         self._has_warned = False
+        self._looked_around: set[str] = set()
 
-    def iterate(self, loader: Any) -> Iterator[Any]:
-        """The generator behind one `for`."""
+    def batches(self, loader: Any, name: str | None) -> Batches[Any]:
+        return Batches(loader, self, (name, frames.place_in_script(sys._getframe())))
+
+    def iterate(
+        self, loader: Any, batches: Batches[Any], called: tuple[str | None, tuple[str, str]], held: list[Any]
+    ) -> Iterator[Any]:
+        """The generator behind one `for`; `called`: by which name, and where; `held` is a way to it itself."""
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(_SIDE_THREAD.format(threading.current_thread().name))
         if self._live is not None:
-            yield from self._inner(self._live, loader)
+            yield from self._inner(self._live, loader, batches)
             return
         if _is_one_shot(loader):
             raise UsageError(_NO_SECOND_START.format(type(loader).__name__))
-        loop = self._live = _Loop(loader, self._training, self._place, self._registered)
+        loop = self._live = _Loop(loader, self._training, self._place, self._registered, called)
         # From here to the end of this block, whatever way it is left, the loop is the live one.
         try:
-            yield from self._run(loop)
+            yield from self._run(loop, batches, held)
         finally:
             self._live = None
             loop.end(may_end_workers=self._training.is_decided)
 
-    def _inner(self, outer: _Loop, loader: Any) -> Iterator[Any]:
+    def _inner(self, outer: _Loop, loader: Any, batches: Batches[Any]) -> Iterator[Any]:
         """A loop inside another one, an evaluation for example, is not ours to follow."""
         before = outer.batches_handed
-        for batch in loader:
+        for done, batch in enumerate(loader):
             if outer.batches_handed != before and self._live is outer:
-                raise UsageError(_SIDE_BY_SIDE)
+                raise UsageError(SIDE_BY_SIDE)
+            batches.done = done
             yield batch
 
     @property
@@ -221,9 +153,10 @@ class Loops:
         """A loop that makes safe points is under way."""
         return self._live is not None
 
-    def _run(self, loop: _Loop) -> Iterator[Any]:
+    def _run(self, loop: _Loop, batches: Batches[Any], held: list[Any]) -> Iterator[Any]:
         training = self._training
         loop.start()
+        self._look_around(loop, held[0]())
         mark, unused = training.body_mark(), 0
         while True:
             if training.is_leaving:
@@ -232,6 +165,7 @@ class Loops:
                 batch = next(loop.iterator)
             except StopIteration:
                 loop.over()
+                batches.done = loop.batches_done
                 return
             except Exception as error:
                 # Loader workers die with the process group when the pod is stopped. That is no failure of the run.
@@ -239,11 +173,13 @@ class Loops:
                     raise
                 log("loader_error_swallowed", level=logging.WARNING, error=error)
                 training.park_for_good()
+            batches.done = loop.batches_done
             loop.handed()
+            training.handing_out()
             try:
                 yield batch
             except GeneratorExit:
-                training.left_early()
+                training.left_early(at_will=frames.is_left_at_will(sys._getframe()))
                 raise
             training.boundary()
             now = training.body_mark()
@@ -252,13 +188,34 @@ class Loops:
                 self._warn_unused()
             mark = now
 
+    def _look_around(self, loop: _Loop, iterator: Any) -> None:
+        """What stands between this iteration and the script's loop: may it, and does it know where we are?"""
+        label = loop.label.text
+        if label in self._looked_around and not loop.batches_done:
+            return
+        self._looked_around.add(label)
+        between = Between(iterator, sys._getframe())
+        between.check()
+        if loop.batches_done:
+            between.go_on_at(loop.batches_done)
+
     def count_current(self) -> None:
         """At a safe point: what was handed out is trained."""
         if self._live is not None:
             self._live.count()
 
+    @property
+    def has_trained(self) -> bool:
+        """The live loop has made a safe point."""
+        return self._live is not None and self._live.has_stepped
+
+    def leave_live(self) -> None:
+        """The live loop was left by `break`: it is over."""
+        if self._live is not None:
+            self._live.leave()
+
     def _trains(self) -> bool:
-        return any(isinstance(target, nn.Module) and target.training for target in self._registered)
+        return any(isinstance(target, nn.Module) and target.training for target in self._registered.values())
 
     def _warn_unused(self) -> None:
         self._has_warned = True
@@ -274,16 +231,32 @@ class Loops:
 class _Loop:
     """One iteration over one loader."""
 
-    def __init__(self, loader: Any, training: Training, place: Place, registered: list[Any]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        training: Training,
+        place: Place,
+        registered: Mapping[str, Any],
+        called: tuple[str | None, tuple[str, str]],
+    ) -> None:
         self._loader = loader
         self._training = training
         self._place = place
-        self._sampler = _elastic_sampler(loader, registered)
+        self._generators = {n: target for n, target in registered.items() if isinstance(target, replay.GENERATORS)}
+        found = _elastic_sampler(loader, registered)
+        self._sampler = None if found is None else registered[found]
+        if callable(getattr(loader, "load_state_dict", None)) and any(loader is t for t in registered.values()):
+            raise UsageError(_RESUMES_ITSELF)
+        self.label = Label.of(loader, name=called[0], sampler=found, site=called[1])
+        self._makers = replay.Makers(loader)
+        self._before = 0
+        """Batches of this epoch that an earlier life trained, of a loader whose sampler goes on by itself."""
         self._handed = 0
         self._counted = 0
-        self._label = place.label_of(loader)
         self._batch_size = getattr(loader, "batch_size", None) or 1
         self._is_resumed = False
+        self._resumed_from: tuple[dict[str, Any], dict[str, Any] | None] | None = None
+        self._goes_on_after_load = False
         self._batches_left = 0
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
@@ -291,13 +264,13 @@ class _Loop:
 
     def start(self) -> None:
         """Make the loader's iterator stand where this iteration begins."""
-        place, label = self._place, self._label
+        place, label = self._place, self.label
         resumed = place.take_pending(label)
         if resumed is not None and place.ranks_changed and self._sampler is None and resumed["handed"]:
             log(
                 "epoch_repeated",
                 level=logging.WARNING,
-                loader=label,
+                loader=label.text,
                 means="only an ElasticSampler can go on within an epoch on another number of ranks",
             )
             resumed = None
@@ -306,35 +279,49 @@ class _Loop:
             if resumed is not None and resumed["handed"] and not self._sampler.cursor:
                 # The ckpt stands at the end of an epoch, and a script that counts its epochs by steps is in the next.
                 resumed = None
+        if resumed is None and self._sampler is None and place.is_first(label):
+            self._makers.check()
+        alike = place.meets_another(label, self._loader)
         if resumed is None:
+            replay.say_what_persists(self._loader, self._makers)
             is_new_round = place.is_new_round(label)
-            self._state = {"handed": 0, "is_over": False, "batch_size": self._batch_size, "origin": self._origin()}
+            self._state = {
+                "handed": 0,
+                "is_over": False,
+                "batch_size": self._batch_size,
+                "origin": self._origin(),
+                "alike": alike,
+            }
             place.begin(label, self._state)
             self._training.entered(is_new_round=is_new_round)
-            self.iterator = iter(self._loader)
+            self.iterator = replay.begin(self._loader)
             return
         self._is_resumed = True
+        self._resumed_from = (dict(resumed), place.random_at_safe_point)
         self._check_batch_size(resumed["batch_size"])
-        self._state = place.noted[label] = resumed
+        self._state = place.noted[label.text] = resumed
         self._handed = self._counted = resumed["handed"] if self._sampler is None else 0
-        now = place.random_at_safe_point
+        is_at_safe_point = True
         if resumed["is_over"] and self._sampler is None:
             self.iterator = iter(())
         else:
             self._return_to_origin(resumed["origin"])
-            self.iterator = iter(self._loader)
+            self.iterator = replay.begin(self._loader)
             if self._sampler is None:
                 self._drop(resumed["handed"])
-            if resumed["handed"] == 0:
-                # The safe point was right before the iterator was made: what making it drew counts.
-                now = None
-        if now is not None:
-            randomness.restore(now)
+                self._makers.check_shared(self._at_safe_point(resumed))
+            # With nothing handed the safe point was right before the iterator was made: what making it drew counts.
+            is_at_safe_point = resumed["handed"] > 0
+        if is_at_safe_point and place.random_at_safe_point is not None:
+            randomness.restore(place.random_at_safe_point)
+            replay.restore_generators(self._generators, place.generators_at_safe_point)
+            self._makers.restore_generators(resumed.get("now", {}))
         if not place.pending:
             # Until then: of the loops that had begun, only the last one stands at the safe point.
             place.random_at_safe_point = None
 
     def _start_sampler(self, sampler: ElasticSampler) -> None:
+        self._goes_on_after_load = sampler.is_resumed
         sampler.begin()
         if sampler.advanced_by_itself:
             log(
@@ -346,23 +333,47 @@ class _Loop:
         samples = sampler.left()
         whole, rest = divmod(samples, self._batch_size)
         self._batches_left = whole + (rest > 0 and not getattr(self._loader, "drop_last", False))
+        self._before = -(-sampler.cursor // (self._batch_size * sampler.size))
 
     def _origin(self) -> dict[str, Any]:
         """What a second start needs to hand out the same batches in the same order."""
         return {
             "random": randomness.capture(),
-            "is_reused": _is_reused(self._loader),
-            "others": [_state_of(other) for other in _order_makers(self._loader)],
+            "generators": {name: replay.state_of(target) for name, target in self._generators.items()},
+            "makers": self._makers.state() if self._sampler is None else None,
         }
 
     def _return_to_origin(self, origin: dict[str, Any]) -> None:
-        if origin["is_reused"] and not _is_reused(self._loader):
-            # Workers that persist draw their seed once, for the first epoch: get that over with.
-            iter(self._loader)
         randomness.restore(origin["random"])
-        for other, state in zip(_order_makers(self._loader), origin["others"], strict=False):
-            if state is not None:
-                _set_state(other, state)
+        if self._sampler is not None:
+            return
+        if "makers" in origin:
+            try:
+                replay.restore_generators(self._generators, origin["generators"])
+                self._makers.restore(origin["makers"])
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                if isinstance(error, UsageError):
+                    raise
+                raise UsageError(
+                    f"batches(loader) at {self.label.shown}: what the ckpt holds of the loader's samplers and "
+                    f"generators does not fit those here ({type(error).__name__}: {error}). Give them back as they "
+                    "were, or begin the epoch anew: MIGRATOR_LOOPS=anew."
+                ) from error
+        elif any(state is not None for state in origin.get("others", ())):
+            raise UsageError(
+                f"the ckpt was made by an older version of migrator, in the middle of an epoch of a loader with "
+                f"generators of its own ({self.label.shown}): they were saved in a form that is not read any more. "
+                "Begin the interrupted epoch anew: MIGRATOR_LOOPS=anew."
+            )
+
+    def _at_safe_point(self, resumed: dict[str, Any]) -> dict[str, Any]:
+        """Generators that the loader draws from, by path, as the ckpt found them."""
+        found = dict(resumed.get("now", {}))
+        for path, generator in self._makers.generators.items():
+            name = next((n for n, known in self._generators.items() if known is generator), None)
+            if name in self._place.generators_at_safe_point:
+                found[path] = self._place.generators_at_safe_point[name]
+        return found
 
     def _check_batch_size(self, there: int) -> None:
         if self._sampler is None and there != self._batch_size:
@@ -386,6 +397,11 @@ class _Loop:
     def batches_handed(self) -> int:
         return self._handed
 
+    @property
+    def batches_done(self) -> int:
+        """Of the whole epoch, in all lives, before the batch that is handed next."""
+        return self._before + self._handed
+
     def handed(self) -> None:
         self._handed += 1
 
@@ -393,50 +409,58 @@ class _Loop:
         """Everything handed out so far is trained: move the cursor."""
         new = self._handed - self._counted
         if new and not self.has_stepped and not self._is_resumed:
-            self._check_nothing_pends()
+            self._place.check_nothing_is_left_out(self.label)
         self.has_stepped = self.has_stepped or new > 0
         self._counted = self._handed
         self._state["handed"] = self._handed
-        if self._sampler is None or new == 0:
+        self._state["now"] = self._makers.generator_states(but=self._generators.values())
+        if self._sampler is None:
             return
-        if self._handed >= self._batches_left:
+        if self._state["is_over"] or (new and self._handed >= self._batches_left):
             self._sampler.finish()
-        else:
+        elif new:
             self._sampler.advance(new * self._batch_size * self._sampler.size)
 
-    def _check_nothing_pends(self) -> None:
-        if self._place.pending:
-            log(
-                "loop_not_found",
-                level=logging.WARNING,
-                trains=self._label,
-                ckpt=", ".join(self._place.pending),
-                means="the ckpt was made in the middle of an epoch of another loader (type, data, length and sampler "
-                "tell loaders apart), so this epoch began at its start",
-            )
-            self._place.pending.clear()
+    def leave(self) -> None:
+        """Left by `break`, with something trained in it: the epoch is over."""
+        self._state["is_over"] = True
+        if self._sampler is not None:
+            self._sampler.finish()
 
     def over(self) -> None:
         self._state["is_over"] = True
 
     def end(self, *, may_end_workers: bool) -> None:
         """Over, left or broken off."""
-        self._place.end(self._label)
+        self._place.end(self.label)
+        self._place.let_go(self.label)
+        if not self.has_stepped and not self._state.get("is_over"):
+            if self._resumed_from is not None:
+                self._place.put_back(self.label, *self._resumed_from)
+            if self._sampler is not None and self._goes_on_after_load:
+                self._sampler.resume_again()
         if may_end_workers:
             # torch would wait five seconds for each that is busy.
             for worker in getattr(self.iterator, "_workers", ()):
                 worker.terminate()
 
 
-def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | None:
-    """The registered `ElasticSampler` of this loader, or a reason why it cannot be followed."""
+def _is_one_shot(loader: Any) -> bool:
+    """An iterator, not something that makes them; a class of the script's own may well be both."""
+    makers = ("builtins", "itertools", "torch.utils.data.dataloader")
+    return hasattr(loader, "__next__") and type(loader).__module__ in makers
+
+
+def _elastic_sampler(loader: Any, registered: Mapping[str, Any]) -> str | None:
+    """The name of the registered `ElasticSampler` of this loader, or a reason why it cannot be followed."""
     own = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = (getattr(batch_sampler, "sampler", None), getattr(own, "sampler", None))
     sampler = next((s for s in (own, *inner, batch_sampler) if isinstance(s, ElasticSampler)), None)
     if sampler is None:
         return None
-    if not any(known is sampler for known in registered):
+    name = next((name for name, known in registered.items() if known is sampler), None)
+    if name is None:
         raise UsageError(
             "batches(loader): the loader's ElasticSampler is not registered, so its place would not be saved. "
             'Call migrator.register("sampler", sampler) before listening().'
@@ -448,35 +472,4 @@ def _elastic_sampler(loader: Any, registered: list[Any]) -> ElasticSampler | Non
             "not known, so the place in the epoch cannot be counted. Give DataLoader(sampler=..., batch_size=...), or "
             "use this batch sampler over a sampler of its own: its batches are then drawn again on resume."
         )
-    return sampler
-
-
-def _is_reused(loader: Any) -> bool:
-    """The next iteration takes over the workers of the last one."""
-    return getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
-
-
-def _order_makers(loader: Any) -> list[Any]:
-    """Objects outside the global random state that decide which batches come."""
-    found: list[Any] = []
-    for owner in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        for candidate in (getattr(owner, "generator", None), owner if owner is not loader else None):
-            known = candidate is None or isinstance(candidate, ElasticSampler)
-            if not known and not any(candidate is other for other in found) and _state_of(candidate) is not None:
-                found.append(candidate)
-    return found
-
-
-def _state_of(maker: Any) -> Any:
-    if hasattr(maker, "get_state") and hasattr(maker, "set_state"):
-        return maker.get_state()
-    if hasattr(maker, "state_dict") and hasattr(maker, "load_state_dict"):
-        return maker.state_dict()
-    return None
-
-
-def _set_state(maker: Any, state: Any) -> None:
-    if hasattr(maker, "set_state"):
-        maker.set_state(state)
-    else:
-        maker.load_state_dict(state)
+    return name

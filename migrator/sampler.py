@@ -73,6 +73,8 @@ class ElasticSampler(Sampler[int]):
         # One attribute for both: a thread that asks for the state never sees a new epoch with an old cursor.
         self._at = (0, 0)
         self._resumed = False
+        self._begun = False
+        """The next iteration is the one that trains."""
         self.advanced_by_itself = False
         """Whether the last `begin()` went on to the next epoch because nobody called `set_epoch()`."""
 
@@ -110,10 +112,16 @@ class ElasticSampler(Sampler[int]):
         return self._per_rank(self._length - self.cursor, self.size)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's samples from the cursor to the end of the epoch."""
+        """Yield this rank's samples from the cursor to the end of the epoch, if `begin()` or a load came before.
+
+        Else all of the epoch: somebody looks at the data, and the cursor is not his.
+        """
         # Read here, not at the first `next()`: what happens in between belongs to the next iteration.
         rank, size = self._place()
         epoch, cursor = self._at
+        if not self._begun and not self._resumed:
+            cursor = 0
+        self._begun = False
         return self._samples(self._seed, epoch, range(cursor + rank, self._end(cursor, size), size))
 
     def _samples(self, seed: int, epoch: int, positions: range) -> Iterator[int]:
@@ -148,7 +156,17 @@ class ElasticSampler(Sampler[int]):
         if not self._resumed:
             self._at = (self.epoch + self.advanced_by_itself, 0)
         self._resumed = False
+        self._begun = True
         return self.cursor
+
+    @property
+    def is_resumed(self) -> bool:
+        """The next iteration goes on in the middle of the epoch that was loaded."""
+        return self._resumed
+
+    def resume_again(self) -> None:
+        """The iteration after a load was only a look at the data: the next one goes on in mid-epoch."""
+        self._resumed = True
 
     def advance(self, samples: int) -> None:
         """Note that all ranks together have trained so many more samples, padding included."""

@@ -20,6 +20,7 @@ from migrator.errors import SettingsError
 from migrator.events import log
 
 Resume = Literal["auto", "never", "require"]
+LoopsOnResume = Literal["continue", "anew"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ def _resume(text: str) -> Resume:
     return cast(Resume, text)
 
 
+def _loops(text: str) -> LoopsOnResume:
+    if text not in ("continue", "anew"):
+        raise ValueError("continue or anew")
+    return cast(LoopsOnResume, text)
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings of one life; `docs/settings.md` holds the same table, and a test compares them."""
@@ -133,6 +140,9 @@ class Settings:
     keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
     exit_code: int = _variable("MIGRATOR_EXIT_CODE", "143", "exit code after leaving", _whole(0, 255))
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
+    loops: LoopsOnResume = _variable(
+        "MIGRATOR_LOOPS", "continue", "an interrupted epoch: continue, or begin it anew (anew)", _loops
+    )
     termination_log: Path = Path("/dev/termination-log")
     """What kubelet shows as the container's last message. The pod says where it is, so the script has no say."""
     legacy_file: Path | None = None

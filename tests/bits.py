@@ -28,8 +28,8 @@ from migrator import ElasticSampler, lineage, loading, saving, sharing, tree
 from migrator.capture import Capturer
 from migrator.gate import Gate
 from migrator.life import Life
-from migrator.loop import Place
 from migrator.manifest import NAME, seal
+from migrator.place import Place
 from migrator.registry import Registry
 from migrator.saving import Aside, Attempt, Workshop
 from migrator.storage import LocalStorage
@@ -117,7 +117,7 @@ class Return(Life):
     def again(self) -> Return:
         """The same objects, in another life."""
         ckpts = self._ckpts
-        self.settings: Any = SimpleNamespace(resume="auto")
+        self.settings: Any = SimpleNamespace(resume="auto", loops="continue")
         self.step = 0
         self._storage = ckpts.storage
         self._generation: Any = SimpleNamespace(number=ckpts.lineage[0])

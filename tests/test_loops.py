@@ -51,25 +51,62 @@ for epoch in epochs(2):
         train(x, ids)
         if state["step"] == 3:
             break
-    if state["step"] == 3:
-        stop()
-        time.sleep(LONG_S)
+    moment(f"behind {epoch}")
 finish()
 """
 
 
-def test_break_is_a_safe_point(job: Job):
-    """What was trained before a `break` counts; the epoch goes on behind it, nothing is trained twice."""
-    life = job.write(BREAK).run()
-    assert life.wait() == 143, life.text
-    assert leaving(life)["step"] == "3"
-    story = Story()
-    story.add(life)
-    last = job.run()
-    assert last.wait() == 0, last.text
-    story.add(last)
+@pytest.mark.parametrize("kind", ["sampler=sampler", "shuffle=True"])
+@pytest.mark.parametrize("place", ["step 2", "step 3", "behind 0", "step 4"])
+def test_a_loop_that_was_left_by_break_is_over(job: Job, kind: str, place: str):
+    """What was trained before it counts, and the next life trains nothing more of that epoch."""
+    job.write(BREAK.replace("begin()", f"loader = DataLoader(data, batch_size=4, {kind})\nbegin()"))
+    story, _ = check(job, [place], samples=None)
 
-    assert_each_sample_once(story, epochs=2, samples=SAMPLES)
+    assert len(story.trained) == 9
+    assert len([i for i in story.ids if i < 1000]) == 12
+
+
+def test_a_loop_that_is_left_before_the_batch_at_hand_is_trained_is_over(job: Job):
+    """Whatever made it end need not be true again in the next life."""
+    job.write("""
+        from tests.jobs.ground import *
+        is_enough = False
+        begin()
+        for epoch in epochs(2):
+            for x, ids in migrator.batches(loader):
+                if is_enough:
+                    break
+                train(x, ids)
+                is_enough = state["step"] == 3
+            is_enough = False
+            moment(f"behind {epoch}")
+        finish()
+        """)
+    story, _ = check(job, ["behind 0"], samples=None)
+
+    assert len(story.trained) == 9
+
+
+def test_a_look_at_the_first_batch_trains_nothing_and_costs_nothing(job: Job):
+    """Shapes are looked up, in the first life and in each later one: the epoch goes on where it was."""
+    for kind in ("sampler=sampler", "shuffle=True"):
+        job.write(f"""
+            from tests.jobs.ground import *
+            loader = DataLoader(data, batch_size=4, {kind})
+            begin()
+            batches = migrator.batches(loader)
+            before = torch.get_rng_state()
+            for x, ids in batches:
+                break
+            print("shape", *x.shape)
+            torch.set_rng_state(before)
+            for epoch in epochs(2):
+                for x, ids in batches:
+                    train(x, ids)
+            finish()
+            """).env["MIGRATOR_JOB"] = kind[:4]
+        check(job, ["step 2", "step 8"])
 
 
 TWO = """
@@ -93,20 +130,20 @@ for x, ids in migrator.batches(loader):
 """
 
 
-@pytest.mark.parametrize(("where", "step"), [("before", 3), ("behind", 3)])
-def test_an_exception_where_the_state_is_whole_is_saved(job: Job, where: str, step: int):
-    """Before a step that is the safe point before; behind all of them it is this one."""
-    life = job.write(TWO).run(WHERE=where)
+def test_an_exception_where_the_state_is_whole_is_saved(job: Job):
+    """Before the first step of its iteration that is the safe point before."""
+    life = job.write(TWO).run(WHERE="before")
 
     assert life.wait() == 143, life.text
     assert "ValueError: trouble" in life.text
     assert leaving(life)["why"] == "saved"
-    assert leaving(life)["step"] == str(step)
+    assert leaving(life)["step"] == "3"
 
 
-def test_an_exception_between_two_optimizers_is_not_saved_but_answered(job: Job):
-    """One of them stepped, the other did not: no such state is ever saved, and the answer says so."""
-    life = job.write(TWO).run(WHERE="between")
+@pytest.mark.parametrize("where", ["between", "behind"])
+def test_an_iteration_that_an_exception_left_is_not_saved_but_answered(job: Job, where: str):
+    """One optimizer stepped and the other did not, or what comes behind both was not done: nobody can tell."""
+    life = job.write(TWO).run(WHERE=where)
 
     assert life.wait() == 143, life.text
     assert job.ckpts() == []
@@ -595,8 +632,8 @@ def test_another_batch_size_needs_an_elastic_sampler(job: Job):
     assert_refused(job.run(BATCH="3"), "the batch size is 3 here, 4 in the ckpt", "ElasticSampler")
 
 
-def test_a_ckpt_from_the_middle_of_a_loop_that_is_gone_is_named(job: Job):
-    """Another loader than the one that was interrupted begins its epoch at the start, and that is said."""
+def test_a_ckpt_from_the_middle_of_a_loop_that_is_gone_is_refused(job: Job):
+    """Another loader than the one that was interrupted: begun knowingly at its start, or not at all."""
     job.write("""
         from tests.jobs.ground import *
         loader = DataLoader(data, batch_size=4, **eval(os.environ["KIND"]))
@@ -605,10 +642,12 @@ def test_a_ckpt_from_the_middle_of_a_loop_that_is_gone_is_named(job: Job):
             train(x, ids)
         """)
     assert job.run(KIND="{'shuffle': True}", AT="step 2").wait() == 143
-    life = job.run(KIND="{}")
 
+    assert_refused(job.run(KIND="{}"), "RandomSampler", "SequentialSampler", "train.py, line 5", "MIGRATOR_LOOPS=anew")
+    life = job.run(KIND="{}", MIGRATOR_LOOPS="anew")
     assert life.wait() == 0, life.text
-    assert "RandomSampler" in life.events("loop_not_found")[0]["ckpt"]
+    assert "trained 8 " in life.text
+    assert "RandomSampler" in life.events("epoch_repeated")[0]["loader"]
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.it
 FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
 
 LAYERS = [
-    {"errors", "events", "environment"},
+    {"errors", "events", "environment", "frames", "iteration"},
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress"},
-    {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
-    {"parts", "registry", "leaving", "loop", "hooks.__main__"},
-    {"manifest", "capture", "legacy"},
+    {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "between", "place", "testing.errors"},
+    {"parts", "registry", "leaving", "replay", "hooks.__main__"},
+    {"manifest", "capture", "legacy", "loop"},
     {"lineage", "gate", "sharing"},
     {"retention", "loading", "saving"},
     {"saver", "together"},

@@ -111,7 +111,7 @@ def test_chunks_join_without_a_seam() -> None:
     """An epoch longer than several chunks is read across them, from a cursor within one of them."""
     length = 3 * CHUNK + 17
     sampler = ElasticSampler(length, seed=3, rank=1, size=2)
-    sampler.advance(5)
+    sampler.load_state_dict(sampler.state_dict() | {"cursor": 5})
 
     assert list(sampler) == [permutation(3, 0, at % length, length) for at in range(6, length + 1, 2)]
 
@@ -119,7 +119,7 @@ def test_chunks_join_without_a_seam() -> None:
 def test_an_epoch_of_2_to_the_62_begins_at_once() -> None:
     """Nothing is listed: a rank in the middle of the longest epoch yields its next sample directly."""
     sampler = ElasticSampler(2**62, rank=7, size=8)
-    sampler.advance(2**61)
+    sampler.load_state_dict(sampler.state_dict() | {"cursor": 2**61})
 
     assert permutation(0, 0, 2**61 + 7, 2**62) == next(iter(sampler))
     assert len(sampler) == 2**59
@@ -194,7 +194,7 @@ def test_an_epoch_shorter_than_its_ranks_wraps_repeatedly() -> None:
 def test_its_len_is_that_of_the_whole_epoch() -> None:
     """A progress bar or a scheduler made after a resume counts the epoch as before it."""
     sampler = ElasticSampler(10, rank=0, size=4)
-    sampler.advance(7)
+    sampler.load_state_dict(sampler.state_dict() | {"cursor": 7})
 
     assert len(sampler) == 3
     assert len(list(sampler)) == sampler.left() == 1
@@ -208,7 +208,24 @@ def test_the_cursor_ends_at_the_length() -> None:
     sampler.advance(8)
 
     assert sampler.cursor == 10
-    assert list(sampler) == []
+    assert sampler.left() == 0
+
+
+def test_whoever_only_looks_at_the_data_sees_all_of_it() -> None:
+    """A look at the first batch, or statistics over the epoch, in its middle and behind its end: not training."""
+    sampler = ElasticSampler(10, seed=1, rank=0, size=1)
+    whole = list(sampler)
+    for trained in (4, 6):
+        sampler.advance(trained)
+        assert list(sampler) == whole
+
+    sampler.set_epoch(1)
+    assert sampler.begin() == 0
+    training = iter(sampler)
+    sampler.advance(3)
+    assert len(list(sampler)) == 10
+    assert len(list(training)) == 10
+    assert sampler.cursor == 3
 
 
 def test_a_resumed_epoch_goes_on_at_its_cursor_once() -> None:

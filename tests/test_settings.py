@@ -26,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "keep": 2,
     "exit_code": 143,
     "resume": "auto",
+    "loops": "continue",
 }
 
 # (setting, its variable, a text, what it means, another text, what that means)
@@ -38,6 +39,7 @@ VALUES: list[tuple[str, str, str, Any, str, Any]] = [
     ("keep", "MIGRATOR_KEEP", "1", 1, "1000000", 1_000_000),
     ("exit_code", "MIGRATOR_EXIT_CODE", "0", 0, "255", 255),
     ("resume", "MIGRATOR_RESUME", "never", "never", "require", "require"),
+    ("loops", "MIGRATOR_LOOPS", "anew", "anew", "continue", "continue"),
 ]
 
 BAD = [

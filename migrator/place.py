@@ -1,0 +1,211 @@
+"""Where the loops of the script stand; part of every capture, and read back from a ckpt.
+
+A loop is told apart from all others by a label that is the same in every life: the name that
+the script gives it, the registered `ElasticSampler` it goes over, or else where in the script
+it stands and what its loader looks like. A loop is noted once something was trained in it;
+when one that is noted begins again, a new round (mostly: an epoch) begins, and what the
+others did belongs to the last one.
+
+Where a label could mean one of several loops, a resume is refused and never guessed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import weakref
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from migrator.errors import UsageError
+from migrator.events import log
+
+_ANEW = "To go on with this ckpt as it is, begin the interrupted epoch at its start: MIGRATOR_LOOPS=anew."
+_ALIKE = (
+    "batches(loader) at {shown}: several loaders that look alike ({looks}) were gone over here, and the ckpt was made "
+    "in the middle of one of them; which one cannot be told. Name them: migrator.batches(loader, name=...). " + _ANEW
+)
+_ELSEWHERE = (
+    "the ckpt was made in the middle of a loop that this script has not come to, and it trains in another one, at "
+    "{shown}: what was left of that epoch would never be trained.\n  in the ckpt: {there}\n  here:        {here}\n"
+    "Was the script changed? A name keeps a loop recognisable: migrator.batches(loader, name=...). " + _ANEW
+)
+
+
+class Label:
+    """One loop of the script, in every life."""
+
+    def __init__(self, text: str, *, looks: str, shown: str, is_sure: bool) -> None:
+        self.text = text
+        self.looks = looks
+        self.shown = shown
+        self.is_sure = is_sure
+        """The script itself says which loop it is."""
+
+    @classmethod
+    def of(cls, loader: Any, *, name: str | None, sampler: str | None, site: tuple[str, str]) -> Label:
+        looks = _looks(loader)
+        if sampler is not None:
+            return cls(f"sampler {sampler}", looks=looks, shown=site[1], is_sure=True)
+        if name is not None:
+            return cls(f"name {name}", looks=looks, shown=site[1], is_sure=True)
+        return cls(f"{site[0]} | {looks}", looks=looks, shown=site[1], is_sure=False)
+
+
+class Place:
+    """The loops that are noted in this life, and those of a ckpt that have not begun yet."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, dict[str, Any]] = {}
+        self.pending: dict[str, dict[str, Any]] = {}
+        """What a ckpt noted of loops that have not begun in this life yet."""
+        self.random_at_safe_point: dict[str, Any] | None = None
+        self.generators_at_safe_point: dict[str, Any] = {}
+        self.ranks_changed = False
+        """The ckpt was made by another number of ranks, so what was handed to one of them says nothing here."""
+        self._met: dict[str, _Met] = {}
+        self._looked_at: set[str] = set()
+        """Loops that were begun in this life and left before anything was trained in them."""
+
+    def is_first(self, label: Label) -> bool:
+        """The loop has not begun in this life before."""
+        return label.text not in self._met
+
+    def take_pending(self, label: Label) -> dict[str, Any] | None:
+        """What was noted of this loop; those noted before it are behind us then."""
+        key = label.text
+        if key not in self.pending:
+            key = f"{label.looks} 0"  # as ckpts of the first form have it
+            if key not in self.pending:
+                return None
+        if self.pending[key].get("alike") and not label.is_sure:
+            raise UsageError(_ALIKE.format(shown=label.shown, looks=label.looks))
+        behind = list(self.pending)
+        for other in behind[: behind.index(key)]:
+            del self.pending[other]
+        found = self.pending.pop(key)
+        if key in self.noted:
+            self.noted = {label.text if k == key else k: state for k, state in self.noted.items()}
+        return found
+
+    def put_back(self, label: Label, state: dict[str, Any], random: dict[str, Any] | None) -> None:
+        """The script had a look at the loop and left it without training anything: it is still to be gone on with."""
+        self.pending[label.text] = state
+        self.random_at_safe_point = random
+        self._looked_at.add(label.text)
+
+    def check_nothing_is_left_out(self, label: Label) -> None:
+        """A loop that is not of the ckpt trains: what the ckpt was in the middle of must have had its turn."""
+        left = [key for key, state in self.pending.items() if not state["is_over"] and key not in self._looked_at]
+        if left:
+            raise UsageError(_ELSEWHERE.format(shown=label.shown, there=", ".join(left), here=label.text))
+        self.pending.clear()
+
+    def meets_another(self, label: Label, loader: Any) -> bool:
+        """Whether another loader that is still in use has been gone over under this label."""
+        met = self._met.setdefault(label.text, _Met())
+        if label.is_sure:
+            return False
+        was_alike = met.is_alike
+        met.meet(loader)
+        if met.is_alike and not was_alike:
+            log(
+                "loops_alike",
+                level=logging.WARNING,
+                where=label.shown,
+                loader=label.looks,
+                means="several loaders that look alike are gone over here. If a stop comes in the middle of one, a "
+                "resume cannot tell which it was and is refused: name them, migrator.batches(loader, name=...)",
+            )
+        return met.is_alike
+
+    def let_go(self, label: Label) -> None:
+        """A loop has ended: what it went over is not kept alive for its sake."""
+        if label.text in self._met:
+            self._met[label.text].let_go()
+
+    def is_new_round(self, label: Label) -> bool:
+        return label.text in self.noted or not self.noted
+
+    def begin(self, label: Label, state: dict[str, Any]) -> None:
+        """A loop begins that is not one of the ckpt."""
+        if self.is_new_round(label):
+            self.noted.clear()
+        self.noted[label.text] = state
+
+    def end(self, label: Label) -> None:
+        """An evaluation leaves no trace: it is done anew, should it be interrupted."""
+        if not self.noted.get(label.text, {}).get("handed", 1):
+            del self.noted[label.text]
+
+    def begin_anew(self) -> None:
+        """The script says that it could start here, between its loops: none of them is to be continued."""
+        self.noted.clear()
+
+    def state(self) -> dict[str, Any]:
+        return {"loops": {label: dict(state) for label, state in self.noted.items()}}
+
+    def load(self, state: dict[str, Any], random: dict[str, Any], generators: dict[str, Any], *, anew: bool) -> None:
+        """`anew`: no loop is gone on with, but for those over an `ElasticSampler`, which needs nothing of this."""
+        self.pending = {} if anew else dict(state["loops"])
+        self.noted = dict(self.pending)
+        self.random_at_safe_point = random
+        self.generators_at_safe_point = generators
+        left = [label for label, loop in state["loops"].items() if loop["handed"] and not loop["is_over"]]
+        if anew and left:
+            log(
+                "epoch_repeated",
+                level=logging.WARNING,
+                loader=", ".join(left),
+                means="MIGRATOR_LOOPS=anew: begun at its start, so what was trained of it is trained again",
+            )
+
+
+class _Met:
+    """The loader last seen under a label, for as long as somebody else has a use for it."""
+
+    def __init__(self) -> None:
+        self.is_alike = False
+        self._weak: weakref.ref[Any] | None = None
+        self._held: Any = None
+
+    def meet(self, loader: Any) -> None:
+        before = self._weak() if self._weak is not None else self._held
+        if before is not None and before is not loader and not self.is_alike:
+            del before
+            self.is_alike = self._is_in_use(loader)
+        try:
+            self._weak, self._held = weakref.ref(loader), None
+        except TypeError:  # a list, a tuple, a range
+            self._weak, self._held = None, loader
+
+    def _is_in_use(self, loader: Any) -> bool:
+        if self._weak is not None:
+            gc.collect()  # it may be waiting for that, in a circle
+            return self._weak() is not None
+        return self._has_other_holders() and not (isinstance(loader, range) and loader == self._held)
+
+    def let_go(self) -> None:
+        if self._held is not None and not self._has_other_holders():
+            self._held = None
+
+    def _has_other_holders(self) -> bool:
+        return sys.getrefcount(self._held) > _HELD_BY_US
+
+
+_probe = _Met()
+_probe._held = [0]
+_HELD_BY_US = sys.getrefcount(_probe._held)
+
+
+def _looks(loader: Any) -> str:
+    data = getattr(loader, "dataset", loader)
+    try:
+        length = len(data)
+    except (TypeError, NotImplementedError):
+        length = None
+    how = getattr(loader, "batch_sampler", None)
+    how = getattr(loader, "sampler", None) if how is None or type(how) is BatchSampler else how
+    return f"{type(loader).__name__} {type(data).__name__}[{length}] {type(how).__name__}"

@@ -1,0 +1,373 @@
+"""How an epoch of a foreign loader is begun again, so that it hands out what it handed out before.
+
+At the start of an epoch everything is noted that decides which batches come: the random
+states, and along the loader's chain (batch sampler, sampler, theirs, and the dataset) each
+generator, each object that tells its state, and the plain attributes of samplers. A resume
+puts that back, begins the epoch once more and drops what was trained already. Then all
+generators are put to where the ckpt found them: some are drawn from in the loop as well.
+
+Workers that persist are the exception to starting anew: they keep their random streams from
+one epoch to the next, and draw their seed once a life. Here they are seeded anew at each
+start of an epoch, from the random state of the main process but without drawing from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from migrator import kinds, tree
+from migrator.errors import RegistrationError, UsageError
+from migrator.events import log
+from migrator.sampler import ElasticSampler
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CHAIN = ("batch_sampler", "sampler", "generator", "dataset")
+_LEAVES = (
+    *(str, bytes, int, float, complex, bool, type(None), type, Tensor, np.ndarray, nn.Module, torch.optim.Optimizer),
+    *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.device, torch.dtype),
+)
+_MOST_OBJECTS = 500
+_MOST_ITEMS = 64
+_SAMPLED = 256
+
+
+class Makers:
+    """Everything along a loader's chain that decides which batches come, by its path."""
+
+    def __init__(self, loader: Any) -> None:
+        self.generators: dict[str, Any] = {}
+        self.stateful: dict[str, Any] = {}
+        self.plain: dict[str, Any] = {}
+        """Samplers and streams that only have attributes."""
+        self._holders: dict[str, Any] = {}
+        """Samplers, by the path of the generator they draw the order from."""
+        self._has_workers = bool(getattr(loader, "num_workers", 0))
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []
+        self._walk_chain("", loader, 0)
+        if not isinstance(loader, DataLoader):
+            self._walk("loader", loader, orders=True, depth=0)
+
+    def _walk_chain(self, prefix: str, loader: Any, depth: int) -> None:
+        for name in _CHAIN:
+            part = getattr(loader, name, None)
+            orders = name != "dataset" or isinstance(part, IterableDataset)
+            if part is not loader:
+                self._walk(prefix + name, part, orders=orders, depth=depth + 1)
+
+    def _walk(self, path: str, part: Any, *, orders: bool, depth: int) -> None:
+        """`orders`: the part decides the order of the samples; else it only makes them."""
+        if isinstance(part, (_LEAVES, ElasticSampler)) or id(part) in self._seen or len(self._seen) > _MOST_OBJECTS:
+            return
+        self._seen.add(id(part))
+        self._kept.append(part)  # its id stays its own
+        if isinstance(part, GENERATORS):
+            self.generators[path] = part
+            return
+        if isinstance(part, (list, tuple, dict)):
+            items = part.items() if isinstance(part, dict) else enumerate(part)
+            if len(part) <= _MOST_ITEMS:
+                for key, item in items:
+                    self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth)
+            return
+        if isinstance(part, DataLoader):
+            self._walk_chain(f"{path}.", part, depth)
+            return
+        if orders and depth < 8:
+            if _tells_its_state(part):
+                self.stateful[path] = part
+            elif not type(part).__module__.startswith("torch."):
+                self.plain[path] = part
+        if depth < 8:
+            for name, item in _attributes(part).items():
+                if orders and isinstance(item, GENERATORS):
+                    self._holders.setdefault(f"{path}.{name}", part)
+                self._walk(f"{path}.{name}", item, orders=orders and name != "dataset", depth=depth + 1)
+
+    def check(self) -> None:
+        """Refuse what cannot be put back."""
+        for path, part in self.plain.items():
+            for name, value in _attributes(part).items():
+                if isinstance(value, GeneratorType) or _is_iterator(value):
+                    raise UsageError(
+                        f"batches(loader): {path}.{name} is a {type(value).__name__}; where it stands is not known, "
+                        f"so the order of the samples could not be made again after a resume. Give the "
+                        f"{type(part).__name__} state_dict() and load_state_dict(), or let its __iter__ begin anew."
+                    )
+
+    def state(self) -> dict[str, Any]:
+        """What the typed tree can hold."""
+        found: dict[str, Any] = {
+            "generators": self.generator_states(),
+            "stateful": {path: _told(path, part) for path, part in self.stateful.items()},
+            "plain": {path: state for path, part in self.plain.items() if (state := _plain_state(part))},
+        }
+        return found
+
+    def generator_states(self, *, but: Iterable[Any] = ()) -> dict[str, Any]:
+        """`but`: those that are registered are saved by themselves."""
+        left_out = {id(part) for part in but}
+        return {path: state_of(part) for path, part in self.generators.items() if id(part) not in left_out}
+
+    def restore_generators(self, states: Mapping[str, Any]) -> None:
+        """Where the ckpt found them: some are drawn from in the loop as well, or while a sample is made.
+
+        Not with workers: how far the order is drawn ahead depends on their number.
+        """
+        if not self._has_workers:
+            for path, state in states.items():
+                if path in self.generators:
+                    kinds.set_state(self.generators[path], state)
+
+    def check_shared(self, at_safe_point: Mapping[str, Any]) -> None:
+        """A generator that others draw from between two draws of the order: the order cannot be drawn again."""
+        for path, state in at_safe_point.items():
+            holder = self._holders.get(path)
+            is_drawn_ahead = isinstance(holder, RandomSampler) and not holder.replacement
+            if self._has_workers or holder is None or is_drawn_ahead or path not in self.generators:
+                continue
+            if not _are_equal(state_of(self.generators[path]), state):
+                raise UsageError(
+                    f"batches(loader): {path} draws the order of the samples bit by bit, and the script draws from it "
+                    f"in between, so the order of the {type(holder).__name__} cannot be drawn again without it. "
+                    "Give the sampler a generator of its own, or begin the epoch anew: MIGRATOR_LOOPS=anew."
+                )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        for kind, mine in (("generators", self.generators), ("stateful", self.stateful)):
+            self._compare(set(state[kind]) ^ set(mine))
+        self._compare(set(state["plain"]) - set(self.plain))
+        for path, values in state["plain"].items():
+            _restore_plain(path, self.plain[path], values)
+        for path, part in self.stateful.items():
+            _tell(part, state["stateful"][path])
+        for path, part in self.generators.items():
+            kinds.set_state(part, state["generators"][path])
+
+    @staticmethod
+    def _compare(different: set[str]) -> None:
+        if different:
+            raise UsageError(
+                f"batches(loader): the loader is not made as it was when the ckpt was written ({_listed(different)} is "
+                "there or here only), so its epoch cannot be gone on with. Give it back its samplers and generators, "
+                "or begin the epoch anew: MIGRATOR_LOOPS=anew."
+            )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(sorted(paths))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and all(_are_equal(one[key], other.get(key)) for key in one)
+    if isinstance(one, (Tensor, np.ndarray)):
+        return bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
+    return bool(one == other)
+
+
+def state_of(generator: Any) -> Any:
+    return kinds.Generator(generator).capture()
+
+
+def _attributes(part: Any) -> dict[str, Any]:
+    found = dict(getattr(part, "__dict__", {}))
+    for cls in type(part).__mro__:
+        for name in getattr(cls, "__slots__", ()):
+            if isinstance(name, str) and hasattr(part, name):
+                found.setdefault(name, getattr(part, name))
+    return found
+
+
+def _is_iterator(value: Any) -> bool:
+    return hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
+
+
+def _tells_its_state(part: Any) -> bool:
+    pairs = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+    return any(all(callable(getattr(part, name, None)) for name in pair) for pair in pairs)
+
+
+def _told(path: str, part: Any) -> Any:
+    told = part.get_state() if hasattr(part, "get_state") and hasattr(part, "set_state") else part.state_dict()
+    try:
+        tree.scan(told, path)
+    except RegistrationError as error:
+        raise UsageError(f"batches(loader): the state of {path} cannot be saved: {error}") from error
+    return kinds.copied(told)
+
+
+def _tell(part: Any, state: Any) -> None:
+    if hasattr(part, "get_state") and hasattr(part, "set_state"):
+        part.set_state(state)
+    else:
+        part.load_state_dict(state)
+
+
+def _plain_state(part: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"values": {}, "marks": {}}
+    for name, value in _attributes(part).items():
+        if isinstance(value, (bool, int, float)):
+            found["values"][name] = value
+        elif isinstance(value, (list, tuple, np.ndarray, Tensor)) and (mark := _mark(value)) is not None:
+            found["marks"][name] = mark
+    return found if any(found.values()) else {}
+
+
+def _mark(value: Any) -> str | None:
+    """Tells two orders of samples apart: a spread of the items, if they are plain."""
+    count = len(value) if not isinstance(value, Tensor) or value.dim() else 0
+    picked = [value[i] for i in sorted({i * count // _SAMPLED for i in range(_SAMPLED)} if count else ())]
+    if isinstance(value, (np.ndarray, Tensor)):
+        picked = [item.tolist() for item in picked]
+    elif not all(isinstance(item, (bool, int, float, str, type(None))) for item in picked):
+        return None
+    return f"{count} {xxhash.xxh3_64(repr(picked).encode()).hexdigest()}"
+
+
+_NOT_THERE = object()
+
+
+def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
+    now = _attributes(part)
+    for name, mark in state["marks"].items():
+        if name in now and _mark(now[name]) != mark:
+            raise UsageError(
+                f"batches(loader): {path}.{name} is not what it was when the interrupted epoch began, and it is not "
+                f"saved, so the order of the samples cannot be made again. Give the {type(part).__name__} state_dict() "
+                "and load_state_dict(), or begin the epoch anew: MIGRATOR_LOOPS=anew."
+            )
+    for name, value in state["values"].items():
+        if now.get(name, _NOT_THERE) != value:
+            setattr(part, name, value)
+
+
+# Workers that persist.
+
+
+def has_workers_that_persist(loader: Any) -> bool:
+    return bool(
+        isinstance(loader, DataLoader) and getattr(loader, "persistent_workers", False) and loader.num_workers > 0
+    )
+
+
+def begin(loader: Any) -> Iterator[Any]:
+    """The loader's iterator; workers that persist draw what new ones would."""
+    if not has_workers_that_persist(loader):
+        return iter(loader)
+    seed = _seed_for_workers(loader)
+    if loader._iterator is None:
+        with _replaced(loader, "worker_init_fn", _Seeded(loader.worker_init_fn, seed)):
+            return iter(loader)
+    # The message that begins a further epoch in a worker carries this along; it has a use for streams of torch only.
+    with _replaced(loader._iterator, "_shared_seed", _SeedOnArrival(seed)):
+        return iter(loader)
+
+
+def say_what_persists(loader: Any, makers: Makers) -> None:
+    """What lives on in workers from one epoch to the next, and is not there after a resume."""
+    if not has_workers_that_persist(loader):
+        return
+    kept = [path for path in makers.generators if path.startswith("dataset")]
+    if loader.worker_init_fn is not None:
+        kept.append("worker_init_fn")
+    if kept:
+        log(
+            "workers_persist",
+            level=logging.WARNING,
+            what=", ".join(kept),
+            means="persistent_workers=True: what these hold in the workers goes on from epoch to epoch, and begins "
+            "anew after a resume; with persistent_workers=False each epoch begins as it did",
+        )
+
+
+def _seed_for_workers(loader: Any) -> int:
+    """Follows from the random state that the seed would be drawn from, and leaves that as it is."""
+    source = loader.generator if loader.generator is not None else torch.default_generator
+    return xxhash.xxh3_64(bytes(source.get_state().tolist())).intdigest() >> 1
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class _Seeded:
+    """A `worker_init_fn` that seeds the worker after what the script's own has done."""
+
+    def __init__(self, init: Callable[[int], None] | None, seed: int) -> None:
+        self._init, self._seed = init, seed
+
+    def __call__(self, worker: int) -> None:
+        if self._init is not None:
+            self._init(worker)
+        _seed_worker(self._seed, worker)
+
+
+def _seed_worker(seed: int, worker: int) -> None:
+    """As torch seeds a new one."""
+    random.seed(seed + worker)
+    torch.manual_seed(seed + worker)
+    np.random.seed(np.random.SeedSequence((seed, worker)).generate_state(4))
+
+
+class _SeedOnArrival:
+    """Is nothing where it arrives, but seeds the worker that unpickles it."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self._seed,)
+
+
+def _arrived(seed: int) -> None:
+    info = torch_data.get_worker_info()
+    if info is not None:
+        _seed_worker(seed, info.id)
+
+
+class WorkersSeededApart:
+    """Workers that persist draw their seed once a life, which is not when they would have drawn it in another.
+
+    So, for all loaders with such workers, evaluation's too, the seed is not drawn from what the script draws from.
+    """
+
+    def __init__(self) -> None:
+        self._before = before = DataLoader._get_iterator
+
+        def get_iterator(loader: DataLoader[Any]) -> Any:
+            if not has_workers_that_persist(loader):
+                return before(loader)
+            apart = torch.Generator().manual_seed(_seed_for_workers(loader))
+            with _replaced(loader, "generator", apart):
+                return before(loader)
+
+        DataLoader._get_iterator = get_iterator  # type: ignore[assignment, method-assign]
+
+    def remove(self) -> None:
+        DataLoader._get_iterator = self._before  # type: ignore[method-assign]
+
+
+def restore_generators(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Registered generators, by name; those that the ckpt does not know stay."""
+    for name, generator in generators.items():
+        if name in states:
+            kinds.set_state(generator, states[name])
