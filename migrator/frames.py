@@ -78,8 +78,17 @@ def _instruction(code: CodeType, last: int) -> tuple[str, str]:
     return at, before
 
 
+def loop_in_script(frame: FrameType | None) -> str:
+    """Where in the script an iterator is asked for its next item."""
+    frame = script(frame)
+    if frame is None:
+        return ""
+    at, _ = _instruction(frame.f_code, frame.f_lasti)
+    return f"{at}#{_which_of(frame.f_code, frame.f_lasti, at)} in {place_in_script(frame)[0]}"
+
+
 def place_in_script(frame: FrameType | None) -> tuple[str, str]:
-    """Where in the script a call stands, by a name that is the same in every life, and for people.
+    """Where in the script a call of `batches` stands, by a name that is the same in every life, and for people.
 
     The name holds the functions on the way there, not their lines, so that a line added elsewhere changes nothing.
     Where a function calls another several times, it says which of the calls it is.
@@ -110,3 +119,8 @@ def _which_call(code: CodeType, last: int, name: str) -> int:
     """How often the function names what it calls up to there."""
     named = (i for i in dis.get_instructions(code) if i.offset <= last)
     return sum(i.argval == name and i.opname.startswith("LOAD") for i in named)
+
+
+@functools.lru_cache(maxsize=1024)
+def _which_of(code: CodeType, last: int, opname: str) -> int:
+    return sum(i.opname == opname for i in dis.get_instructions(code) if i.offset <= last)

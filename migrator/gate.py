@@ -85,6 +85,9 @@ class Gate:
         self._held = 0
         """The main thread stands in a safe point and stays there."""
 
+        self.is_trained_by_hand: Callable[[], bool] = lambda: False
+        """Whether something was trained that no hook tells of; asked while nothing else was."""
+
         # Replaced by the job: called in the stepping thread before and after each step.
         self.before_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
         self.after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
@@ -283,15 +286,28 @@ class Gate:
             self.is_due = self.is_leaving = True
             self.limit = None
             self._cond.notify_all()
-            return self._reach(), self.phase in (Phase.CLEAN, Phase.DIRTY)
+            trained = self._has_trained()
+            return self._reach(), trained
 
     def settle_here(self) -> tuple[Point | None, bool]:
         """As `stop`, and let the loop on to just there: for good."""
         with self._cond:
             self.is_due = self.is_leaving = True
+            trained = self._has_trained()
             self.limit = self._reach()
             self._cond.notify_all()
-            return self.limit, self.phase in (Phase.CLEAN, Phase.DIRTY)
+            return self.limit, trained
+
+    @property
+    def has_trained(self) -> bool:
+        """There is a safe point of this life, or there will be one."""
+        with self._cond:
+            return self._has_trained()
+
+    def _has_trained(self) -> bool:
+        if self.phase in (Phase.FRESH, Phase.LOADED) and self.is_trained_by_hand():
+            self._to(Phase.DIRTY)
+        return self.phase in (Phase.CLEAN, Phase.DIRTY)
 
     @property
     def reach(self) -> Point | None:

@@ -176,6 +176,7 @@ class Life:
         self._leave_by_open_request_or_say_init()
         self.gate.before_step = self._before_step
         self.gate.after_step = self._after_step
+        self.gate.is_trained_by_hand = self._is_trained_by_hand
         self.gate.may_leave = self._leaving.may_leave
         self.gate.leave = self._leaving.leave
         self.gate.install()
@@ -308,7 +309,10 @@ class Life:
             self._by_hand = self._capturer.contents()
 
     def boundary(self) -> None:
-        if self.gate.phase is Phase.DIRTY or self._is_trained_by_hand():
+        if self._is_trained_by_hand():
+            self._follow_hand()
+            self.safe_point()
+        elif self.gate.phase is Phase.DIRTY:
             self.safe_point()
 
     def entered(self, *, is_new_round: bool) -> None:
@@ -340,8 +344,11 @@ class Life:
         expected = self._finished_before
         if expected is None:
             expected = frozenset(id(o) for o in self._registry.optimizers())
-        if self.gate.phase is Phase.DIRTY or self._is_trained_by_hand():
-            if self._finished == expected or not self._steps:
+        is_by_hand = self._is_trained_by_hand()
+        if is_by_hand:
+            self._follow_hand()
+        if self.gate.phase is Phase.DIRTY or is_by_hand:
+            if is_by_hand or self._finished == expected:
                 self.loops.leave_live()
                 self.safe_point(may_stay=False)
         elif self.loops.has_trained and not self._has_gradients_to_lose():
@@ -352,14 +359,19 @@ class Life:
 
     def _is_trained_by_hand(self) -> bool:
         """Registered tensors changed in this batch, and no optimizer has ever stepped: a script that does it itself."""
-        if self._steps or self._by_hand is None or not self._capturer.have_changed(self._by_hand):
-            return False
+        return (
+            self._steps == 0
+            and self._by_hand is not None
+            and self.loops.is_live
+            and self._capturer.have_changed(self._by_hand)
+        )
+
+    def _follow_hand(self) -> None:
+        self._by_hand = self._capturer.contents()
         if not self.gate.holds_main:
             # Nothing holds such a step back while a save reads.
             self.gate.holds_main = True
             log("trained_by_hand", means="no optimizer steps: each batch in which registered tensors change is a step")
-        self._by_hand = self._capturer.contents()
-        return True
 
     def _why_not_whole(self) -> str | None:
         return self._iteration.why_not_whole() if self.gate.phase is Phase.DIRTY else None
@@ -410,8 +422,8 @@ class Life:
         self._leaving.leave()
 
     def body_mark(self) -> object:
-        """Changes with every step and every backward pass."""
-        return self._steps, self._gradients()
+        """Changes with every step and every backward pass; without optimizers nobody can tell."""
+        return (self._steps, self._gradients()) if self._steps or self._registry.optimizers() else object()
 
     def _gradients(self) -> list[object]:
         """What tells the gradients apart that the last parameter of each optimizer has had."""

@@ -197,7 +197,7 @@ def _check_loop(name: str, loop: Any) -> None:
             _check_random(name, state["origin"].get("random"))
 
 
-_LOOP = {"handed": int, "is_over": bool, "batch_size": int, "origin": dict, "alike": bool, "now": dict}
+_LOOP = {"handed": int, "is_over": bool, "batch_size": int, "origin": dict, "alike": bool, "now": dict, "at": str}
 
 
 def _check_random(name: str, states: Any) -> None:

@@ -155,7 +155,7 @@ class Loops:
 
     def _run(self, loop: _Loop, batches: Batches[Any], held: list[Any]) -> Iterator[Any]:
         training = self._training
-        loop.start()
+        loop.start(frames.loop_in_script(sys._getframe()))
         self._look_around(loop, held[0]())
         mark, unused = training.body_mark(), 0
         while True:
@@ -179,7 +179,9 @@ class Loops:
             try:
                 yield batch
             except GeneratorExit:
-                training.left_early(at_will=frames.is_left_at_will(sys._getframe()))
+                at_will = frames.is_left_at_will(sys._getframe())
+                training.left_early(at_will=at_will)
+                loop.left(at_will=at_will)
                 raise
             training.boundary()
             now = training.body_mark()
@@ -257,14 +259,16 @@ class _Loop:
         self._is_resumed = False
         self._resumed_from: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._goes_on_after_load = False
+        self._at = ""
         self._batches_left = 0
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
         self.has_stepped = False
 
-    def start(self) -> None:
-        """Make the loader's iterator stand where this iteration begins."""
+    def start(self, at: str) -> None:
+        """Make the loader's iterator stand where this iteration begins; `at` is the loop's place in the script."""
         place, label = self._place, self.label
+        self._at = at
         resumed = place.take_pending(label)
         if resumed is not None and place.ranks_changed and self._sampler is None and resumed["handed"]:
             log(
@@ -279,11 +283,12 @@ class _Loop:
             if resumed is not None and resumed["handed"] and not self._sampler.cursor:
                 # The ckpt stands at the end of an epoch, and a script that counts its epochs by steps is in the next.
                 resumed = None
-        if resumed is None and self._sampler is None and place.is_first(label):
-            self._makers.check()
+        if place.is_first(label):
+            if resumed is None and self._sampler is None:
+                self._makers.check()
+            replay.say_what_persists(self._loader, self._makers)
         alike = place.meets_another(label, self._loader)
         if resumed is None:
-            replay.say_what_persists(self._loader, self._makers)
             is_new_round = place.is_new_round(label)
             self._state = {
                 "handed": 0,
@@ -291,6 +296,7 @@ class _Loop:
                 "batch_size": self._batch_size,
                 "origin": self._origin(),
                 "alike": alike,
+                "at": at,
             }
             place.begin(label, self._state)
             self._training.entered(is_new_round=is_new_round)
@@ -426,6 +432,15 @@ class _Loop:
         self._state["is_over"] = True
         if self._sampler is not None:
             self._sampler.finish()
+
+    def left(self, *, at_will: bool) -> None:
+        """Left in the middle. Of the loop that is gone on with, a `break` before anything is trained says it is over.
+
+        Of another loop over the same data it was only a look.
+        """
+        is_same = self._resumed_from is not None and self._resumed_from[0].get("at") == self._at
+        if at_will and is_same and not self.has_stepped:
+            self.leave()
 
     def over(self) -> None:
         self._state["is_over"] = True

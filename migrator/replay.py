@@ -33,7 +33,8 @@ from migrator.events import log
 from migrator.sampler import ElasticSampler
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_CHAIN = ("batch_sampler", "sampler", "generator", "dataset")
+_CHAIN = ("dataset", "batch_sampler", "sampler", "generator")
+"""The dataset first: samplers hold it too, and there it would be taken for a part of theirs."""
 _LEAVES = (
     *(str, bytes, int, float, complex, bool, type(None), type, Tensor, np.ndarray, nn.Module, torch.optim.Optimizer),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.device, torch.dtype),

@@ -360,7 +360,7 @@ class Saver(threading.Thread):
         """After the answer: for those whose leaving too early would hurt somebody else."""
 
     def _last_save(self) -> Outcome:
-        if not self._has_trained():
+        if not self._shop.gate.has_trained:
             return self.explain_nothing()
         pause_s = _RETRY_S
         while True:
