@@ -12,6 +12,7 @@ point: they are `watched`, and the canary tells if the assumption was wrong.
 
 from __future__ import annotations
 
+import logging
 import operator
 import random
 from abc import ABC, abstractmethod
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator.tree import Stored
+from migrator.events import log
+from migrator.tree import Stored, laid_out
 
 LARGE_BYTES = 16 * 1024
 """A tensor above this size is read live from registered containers, below it is copied at each safe point."""
@@ -81,6 +83,9 @@ class Kind(ABC):
     @abstractmethod
     def restore(self, value: Any) -> None:
         """Put the value back, in place."""
+
+    def first_step(self, name: str) -> None:  # noqa: B027 - most kinds have nothing to look at
+        """Before the first optimizer step behind a load: what the script did in between is known now."""
 
 
 def large_tensors(value: Any) -> list[Tensor]:
@@ -508,6 +513,11 @@ class Optimizer(Kind):
 
     kind = "optimizer"
 
+    def __init__(self, target: torch.optim.Optimizer) -> None:
+        super().__init__(target)
+        self._laid: list[tuple[Tensor, tuple[int, ...] | None, tuple[int, ...]]] = []
+        """Since the last load: each parameter, its strides when it was saved, and those for which its state is laid."""
+
     def capture(self) -> Any:
         groups = self.target.param_groups
         return [
@@ -537,6 +547,7 @@ class Optimizer(Kind):
         return {
             "class": type(self.target).__name__,
             "shapes": [[list(p.shape) for p in params] for params, _ in captured],
+            "strides": [[list(p.stride()) for p in params] for params, _ in captured],
             "groups": [dict(rest) for _, rest in captured],
             "state": state,
         }
@@ -553,6 +564,10 @@ class Optimizer(Kind):
             return wrong
         here = [[tuple(p.shape) for p in group["params"]] for group in self.target.param_groups]
         there = [[tuple(shape) for shape in group] for group in value["shapes"]]
+        if "strides" in value and [list(map(len, group)) for group in value["strides"]] != [
+            list(map(len, group)) for group in value["shapes"]
+        ]:
+            raise ValueError("strides that are not those of the parameters")
         if len(here) != len(there):
             return [f": {len(here)} param_groups here, {len(there)} there"]
         found = []
@@ -570,6 +585,9 @@ class Optimizer(Kind):
     def restore(self, value: Any) -> None:
         groups = self.target.param_groups
         params = [(p, not g.get("capturable") and not g.get("fused")) for g in groups for p in g["params"]]
+        before: list[tuple[int, ...] | None] = [None] * len(params)
+        if "strides" in value:
+            before = [tuple(strides) for group in value["strides"] for strides in group]
         # Not load_state_dict(): it casts float32 momentum to a bfloat16 parameter's type.
         for group, saved in zip(self.target.param_groups, value["groups"], strict=True):
             put_back({**{k: v for k, v in group.items() if k == "params"}, **saved}, group)
@@ -579,7 +597,26 @@ class Optimizer(Kind):
                 self.target.state[key] = state
                 continue
             owner, counts_on_cpu = params[key]
-            self.target.state[owner] = _at_home(state, owner, counts_on_cpu)
+            self.target.state[owner] = _laid_as(owner, _at_home(state, owner, counts_on_cpu), before[key])
+        self._laid = [(p, was, tuple(p.stride())) for (p, _), was in zip(params, before, strict=True)]
+
+    def first_step(self, name: str) -> None:
+        """A module may be brought into another memory format after the load: its state follows."""
+        laid, self._laid = self._laid, []
+        other = 0
+        for owner, before, now in laid:
+            if tuple(owner.stride()) != now and owner in self.target.state:
+                self.target.state[owner] = _laid_as(owner, self.target.state[owner], now)
+            other += before is not None and tuple(owner.stride()) != before
+        if other:
+            log(
+                "other_strides",
+                level=logging.WARNING,
+                object=name,
+                parameters=other,
+                means="these parameters lie in memory in another order than when they were saved; the values are the "
+                "same, but sums may differ in the last bits. Make the model with the same memory format as before",
+            )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -598,6 +635,22 @@ def _kept(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_kept(item) for item in value)
     return value
+
+
+def _laid_as(owner: Tensor, state: Any, before: tuple[int, ...] | None) -> Any:
+    """The state of one parameter, each tensor as it lay beside the parameter, which had the strides `before`.
+
+    Fused optimizers walk through the memory of parameter, gradient and state in one go: in another order the momentum
+    of one element would go to another, without an error. If the parameter lies in another order here, or the ckpt is
+    old and does not tell, the state is laid as the optimizer would make it.
+    """
+    if not isinstance(state, dict) or tuple(owner.stride()) == before:
+        return state
+    strides = tuple(torch.empty_like(owner, device="meta").stride())
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == owner.shape:
+            state[key] = laid_out(value, strides)
+    return state
 
 
 def _at_home(value: Any, owner: Any, on_cpu: bool) -> Any:

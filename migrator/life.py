@@ -378,6 +378,8 @@ class Life:
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
+        if self.gate.phase is Phase.LOADED:
+            self._registry.first_step()
         if id(optimizer) not in self._known_optimizers:
             self._meet(optimizer)
         if not self._is_explicit and self.gate.phase is Phase.DIRTY and id(optimizer) in self._finished:

@@ -80,6 +80,11 @@ class Registry:
     def modules(self) -> list[nn.Module]:
         return [t for t in self._targets.values() if isinstance(t, nn.Module)]
 
+    def first_step(self) -> None:
+        """The first optimizer step behind a load is about to be made."""
+        for name, kind in self:
+            kind.first_step(name)
+
     def owner_of(self, tensor: Tensor) -> str | None:
         """The registered module this parameter belongs to."""
         for name, target in self._targets.items():

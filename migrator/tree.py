@@ -69,6 +69,8 @@ class Stored:
     shape: tuple[int, ...]
     device: str
     """Where it lived when it was saved: "cpu" or "other"."""
+    strides: tuple[int, ...] | None = None
+    """How it lay in memory, if not row by row. A part holds it row by row all the same."""
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
@@ -88,6 +90,41 @@ def encode(value: Any, *, put: Put, path: str) -> Any:
 def scan(value: Any, path: str) -> None:
     """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse."""
     _Encoder(lambda tensor, path: "", lambda data: "").value(value, path)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """How a tensor lies in memory; None: row by row, or with gaps or overlaps, which are not kept."""
+    strides = tuple(tensor.stride())
+    if strides == _by_rows(tensor.shape) or not _is_dense(tuple(tensor.shape), strides):
+        return None
+    return strides
+
+
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The same values in memory of these strides. None: row by row."""
+    strides = _by_rows(tensor.shape) if strides is None else strides
+    if tuple(tensor.stride()) == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _by_rows(shape: Iterable[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Each element has a place of its own and there is none without an element: rows and columns in another order."""
+    step = 1
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step or length == 0:
+            return False
+        step *= length
+    return True
 
 
 def decode(tree: Any, *, get: Get) -> Any:
@@ -185,6 +222,9 @@ class _Encoder:
             "shape": list(tensor.shape),
             "device": "cpu" if tensor.device.type == "cpu" else "other",
         }
+        strides = strides_of(tensor)
+        if strides is not None:
+            head["strides"] = list(strides)
         name = self._put(tensor, path)
         return {**head, "v": self._text(_tensor_bytes(tensor))} if name is None else {**head, "stored": name}
 
@@ -343,17 +383,19 @@ class _Decoder:
 
     def _tensor(self, node: dict[str, Any]) -> Any:
         inline = "v" in node
-        _expect_fields(node, {"dtype", "shape", "device", "v" if inline else "stored"})
+        optional = {"strides"} & node.keys()
+        _expect_fields(node, {"dtype", "shape", "device", "v" if inline else "stored", *optional})
         dtype, shape = _one_of(DTYPES, node["dtype"], "dtype"), _shape(node["shape"])
         if node["device"] not in ("cpu", "other"):
             raise CkptCorrupt(f"a tree holds a tensor on {node['device']!r:.80}; expected cpu or other")
+        strides = _strides(node["strides"], shape) if optional else None
         if not inline:
             if not isinstance(node["stored"], str):
                 raise CkptCorrupt("a tree holds a tensor whose name in the part is not text")
-            return self._get(Stored(node["stored"], dtype, shape, node["device"]))
+            return self._get(Stored(node["stored"], dtype, shape, node["device"], strides))
         data = _sized(_data(node["v"]), dtype.itemsize, shape, "tensor")
         flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        return _allocated(lambda: flat.view(dtype).reshape(shape))
+        return _allocated(lambda: laid_out(flat.view(dtype).reshape(shape), strides))
 
 
 def _array(node: dict[str, Any], lengths: Any) -> Any:
@@ -411,6 +453,15 @@ def _shape(node: Any) -> tuple[int, ...]:
     if math.prod(n or 1 for n in shape) >= 1 << 58:
         raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}, which nothing can have")
     return tuple(shape)
+
+
+def _strides(node: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = _list(node)
+    if len(strides) != len(shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in strides):
+        raise CkptCorrupt(f"a tree holds the strides {strides!r:.80} for the shape {shape!r:.80}")
+    if not _is_dense(shape, tuple(strides)):
+        raise CkptCorrupt(f"a tree holds the strides {strides!r:.80}, with which no tensor {shape!r:.80} is saved")
+    return tuple(strides)
 
 
 def _data(node: Any) -> bytes:
