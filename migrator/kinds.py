@@ -589,8 +589,12 @@ class Optimizer(Kind):
         if "strides" in value:
             before = [tuple(strides) for group in value["strides"] for strides in group]
         # Not load_state_dict(): it casts float32 momentum to a bfloat16 parameter's type.
-        for group, saved in zip(self.target.param_groups, value["groups"], strict=True):
-            put_back({**{k: v for k, v in group.items() if k == "params"}, **saved}, group)
+        options: list[dict[str, Any]] = []
+        for group, saved in zip(groups, value["groups"], strict=True):
+            # A newer torch, or a newer optimizer, may have options that the ckpt does not know.
+            unknown = {key: option for key, option in group.items() if key not in saved and key != "params"}
+            put_back({"params": group["params"], **saved}, group)
+            options.append(unknown)
         self.target.state.clear()
         for key, state in value["state"].items():
             if not isinstance(key, int):
@@ -598,6 +602,12 @@ class Optimizer(Kind):
                 continue
             owner, counts_on_cpu = params[key]
             self.target.state[owner] = _laid_as(owner, _at_home(state, owner, counts_on_cpu), before[key])
+        # As load_state_dict() does at its end: the optimizer fills in what an older one did not have, with the values
+        # that stand for how that one behaved.
+        self.target.__setstate__({"state": self.target.state, "param_groups": groups})
+        for group, unknown in zip(groups, options, strict=True):
+            for key, option in unknown.items():
+                group.setdefault(key, option)
         self._laid = [(p, was, tuple(p.stride())) for (p, _), was in zip(params, before, strict=True)]
 
     def first_step(self, name: str) -> None:
