@@ -60,6 +60,12 @@ if sys.argv[1:] == ["batches"]:
         copied("in the loop")
         train()
     copied("behind the loop")
+else:
+    phases, hooks = [], torch.nn.modules.module._global_forward_pre_hooks
+    for prepare in (lambda: model[0], model.eval, model.train):
+        prepare()(torch.randn(16, 4))
+        phases.append((migrator._life.gate.phase.name, len(hooks)))
+    print("phases", phases)
 print("hooks", torch.nn.modules.module._global_forward_pre_hooks, model._forward_pre_hooks, model._forward_hooks)
 """
 
@@ -74,4 +80,5 @@ def test_a_registered_model_can_be_copied_pickled_and_scripted(job: Job) -> None
     assert implied.text.count("\ncopied ") == 3
     assert marked.text.count("\ncopied ") == 6
     assert implied.events("implied_safe_points")
+    assert "phases [('DIRTY', 1), ('DIRTY', 1), ('CLEAN', 0)]" in implied.text, "a safe point is a step's end"
     assert "hooks OrderedDict() OrderedDict() OrderedDict()" in marked.text
