@@ -441,6 +441,8 @@ class Module(Kind):
         live, copies, extra = captured
         copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
         params = {id(slots.get(key)) for slots, key in self._params}
+        # Once for all: this is asked for each tensor, with the gate shut.
+        buffers = {id(buffer) for buffer in self.target.buffers()}
         found: dict[str, Any] = {}
         for key, value in self._state().items():
             if isinstance(value, Tensor) and id(value) in copy_of:
@@ -451,7 +453,7 @@ class Module(Kind):
             elif key in extra:
                 found[key] = extra[key]
             elif (isinstance(value, nn.Parameter) and id(value) not in params) or (
-                isinstance(value, Tensor) and self._is_buffer(value)
+                isinstance(value, Tensor) and id(value) in buffers
             ):
                 self._scan()
                 raise LayoutChanged(key)
@@ -459,9 +461,6 @@ class Module(Kind):
                 # A second handle: the script may exchange a parameter's `.data` from here on.
                 found[key] = value.detach() if isinstance(value, Tensor) else value
         return found
-
-    def _is_buffer(self, value: Tensor) -> bool:
-        return any(value is buffer for buffer in self.target.buffers())
 
     def _state(self) -> dict[str, Any]:
         # A compiled submodule adds a name to the path that a plain one does not have.

@@ -417,18 +417,15 @@ class Life:
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not registered: its momentum will not be in the ckpt."""
         self._known_optimizers.add(id(optimizer))
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                owner = self._registry.owner_of(param)
-                if owner is not None:
-                    log(
-                        "unregistered_optimizer",
-                        level=logging.WARNING,
-                        optimizer=type(optimizer).__name__,
-                        changes=owner,
-                        means="its own state is not saved: register it as well",
-                    )
-                    return
+        owner = self._registry.owner_of(param for group in optimizer.param_groups for param in group["params"])
+        if owner is not None:
+            log(
+                "unregistered_optimizer",
+                level=logging.WARNING,
+                optimizer=type(optimizer).__name__,
+                changes=owner,
+                means="its own state is not saved: register it as well",
+            )
 
     # Safe points that nobody wrote: the four lines of the predecessor.
 
