@@ -12,6 +12,7 @@ point: they are `watched`, and the canary tells if the assumption was wrong.
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import random
@@ -475,32 +476,101 @@ class Module(Kind):
         if not isinstance(value, dict):
             return [": the ckpt holds something else under this name"]
         there = {k: v for k, v in value.items() if isinstance(v, (Tensor, Stored))}
-        found = [f"/{key}: in the ckpt, not in the module" for key in there if key not in here]
-        found += [f"/{key}: in the module, not in the ckpt" for key in here if key not in there]
+        found = [(key, "in the ckpt, not in the module") for key in there if key not in here]
+        found += [(key, "in the module, not in the ckpt") for key in here if key not in there]
         for key in (k for k in here if k in there):
             if _shape(here[key]) != _shape(there[key]):
-                found.append(f"/{key}: shape is {_shape(here[key])} here, {_shape(there[key])} there")
-            elif here[key].dtype != there[key].dtype:
-                found.append(f"/{key}: dtype is {here[key].dtype} here, {there[key].dtype} there")
-        return found
+                found.append((key, f"shape is {_shape(here[key])} here, {_shape(there[key])} there"))
+        taken = self._taken_by_modules({key for key, _ in found}, there)
+        found = [(key, problem) for key, problem in found if _owner(key) not in taken]
+        for key in (k for k in here if k in there):
+            if _shape(here[key]) == _shape(there[key]) and here[key].dtype != there[key].dtype:
+                found.append((key, f"dtype is {here[key].dtype} here, {there[key].dtype} there"))
+        return [f"/{key}: {problem}" for key, problem in found]
+
+    def _taken_by_modules(self, keys: set[str], there: dict[str, Any]) -> set[str]:
+        """The paths of those modules that own one of `keys` and say by themselves that what the ckpt has fits them.
+
+        Observers and fake quantization resize their buffers when they load.
+        """
+        if not keys:
+            return set()
+        wanted = {_owner(key) for key in keys}
+        modules = {
+            path.replace("_orig_mod.", ""): module for path, module in self.target.named_modules(remove_duplicate=False)
+        }
+        saved: dict[str, dict[str, Any]] = {path: {} for path in wanted}
+        for key, tensor in there.items():
+            if _owner(key) in wanted:
+                saved[_owner(key)][key.rpartition(".")[2]] = tensor
+        return {path for path in wanted if path in modules and _would_take(modules[path], saved[path])}
 
     def restore(self, value: Any) -> None:
-        here = self._state()
-        names = {key.replace("_orig_mod.", ""): key for key in self.target.state_dict(keep_vars=True)}
-        rest: dict[str, Any] = {}
+        state = self.target.state_dict(keep_vars=True)
+        here = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
+        names = {key.replace("_orig_mod.", ""): key for key in state}
+        tensors = {key: saved for key, saved in value.items() if isinstance(saved, Tensor)}
+        unlike = {key for key, live in here.items() if isinstance(live, Tensor) and not _fits(tensors.get(key), live)}
+        unlike |= {key for key in tensors if key not in here}
+        by_module = {_owner(key) for key in unlike}
+        rest: OrderedDict[str, Any] = OrderedDict()
+        # Modules look at it to tell how old a state dict is; without it they take this one for ancient.
+        rest._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
         for key, saved in value.items():
             live = here.get(key)
-            if isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live):
+            is_plain = isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live)
+            if is_plain and _owner(key) not in by_module:
                 put_back(saved, live)
             else:
                 rest[names.get(key, key)] = saved
         if rest:
             self.target.load_state_dict(rest, strict=False)
+        if unlike:
+            self._check_taken(tensors)
+            self._scan()
+
+    def _check_taken(self, tensors: dict[str, Tensor]) -> None:
+        here = self._state()
+        wrong = [key for key, live in here.items() if key in tensors and _shape(live) != _shape(tensors[key])]
+        if wrong:
+            raise ValueError(f"loaded, {', '.join(wrong)} still has another shape than in the ckpt")
 
     def _owns(self, tensor: Tensor) -> bool:
         if not hasattr(self, "_own"):
             self._own = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
         return id(tensor) in self._own
+
+
+def _owner(key: str) -> str:
+    """The path of the module that a key of a state dict belongs to."""
+    return key.rpartition(".")[0]
+
+
+def _fits(saved: Tensor | None, live: Tensor) -> bool:
+    return saved is not None and _shape(saved) == _shape(live)
+
+
+def _would_take(module: nn.Module, saved: dict[str, Any]) -> bool:
+    """Whether a module that loads in a way of its own would load these tensors, tried on a copy without memory."""
+    if module._load_state_dict_pre_hooks:
+        return True  # they may hold on to the module itself: only the load will tell
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+        return False
+    trial = copy.copy(module)
+    for slots in ("_parameters", "_buffers"):
+        tensors = module.__dict__[slots].items()
+        trial.__dict__[slots] = {key: t if t is None else torch.empty_like(t, device="meta") for key, t in tensors}
+    given = {key: torch.empty(_shape(tensor), dtype=tensor.dtype, device="meta") for key, tensor in saved.items()}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+    about = {"version": module._version}
+    try:
+        with torch.device("meta"):  # also what it makes on the way
+            trial._load_from_state_dict(given, "", about, True, missing, unexpected, errors)
+    except Exception:  # it wants to see values: only the load will tell
+        return True
+    return not (missing or unexpected or errors)
 
 
 class Optimizer(Kind):
