@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from migrator.events import log
-from migrator.tree import Stored, laid_out
+from migrator.tree import Stored, StoredArray, laid_out
 
 LARGE_BYTES = 16 * 1024
 """A tensor above this size is read live from registered containers, below it is copied at each safe point."""
@@ -128,7 +128,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach() if _is_large(value) else value.detach().clone()
     if isinstance(value, np.ndarray):
-        return value.copy()
+        return value.copy(order="K")
     return value  # numpy scalars, dtypes, devices: immutable; anything else is refused by the typed tree
 
 
@@ -141,6 +141,10 @@ def _pairs(saved: Any, live: Any) -> Iterable[tuple[str, Tensor]]:
     if isinstance(saved, Stored):
         if isinstance(live, Tensor):
             yield saved.name, live
+    elif isinstance(saved, StoredArray):
+        home = saved.home(live)
+        if home is not None:
+            yield saved.part.name, home
     elif isinstance(saved, dict) and isinstance(live, dict):
         for key in saved.keys() & live.keys():
             yield from _pairs(saved[key], live[key])
@@ -175,7 +179,8 @@ def put_back(saved: Any, live: Any) -> Any:
         return live
     if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray):
         if live.shape == saved.shape and live.dtype == saved.dtype and live.flags.writeable:
-            live[...] = saved
+            if live.ctypes.data != saved.ctypes.data:
+                live[...] = saved
             return live
         return saved
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
@@ -232,7 +237,8 @@ class TensorOrArray(Kind):
 
     def differences(self, value: Any) -> list[str]:
         if isinstance(self.target, Tensor) != isinstance(value, (Tensor, Stored)):
-            return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
+            there = "ndarray" if isinstance(value, StoredArray) else type(value).__name__
+            return [f": a {type(self.target).__name__} here, a {there} there"]
         if _shape(value) != _shape(self.target):
             return [f": shape is {_shape(self.target)} here, {_shape(value)} there"]
         if value.dtype != self.target.dtype:

@@ -31,7 +31,7 @@ from migrator.parts import read_part
 from migrator.progress import Progress
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
-from migrator.tree import DTYPES, Stored, dtype_name, laid_out
+from migrator.tree import DTYPES, Stored, StoredArray, dtype_name, laid_out
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
 
@@ -244,6 +244,8 @@ def _filled(value: Any, tensors: _Tensors) -> Any:
     """The value with its tensors."""
     if isinstance(value, Stored):
         return tensors.get(value)
+    if isinstance(value, StoredArray):
+        return value.array(tensors.get(value.part))
     if isinstance(value, dict):
         for key in list(value):
             value[key] = _filled(value[key], tensors)

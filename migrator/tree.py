@@ -32,6 +32,8 @@ import torch
 from migrator.errors import CkptCorrupt, RegistrationError
 
 MAX_DEPTH = 100
+LARGE_ARRAY = 16 * 1024
+"""A numpy array of more bytes than this lies in a part, as tensors do; a smaller one in the tree."""
 COLLISIONS_MAX = 256
 """So many keys of a dict may have the same hash; of keys that nobody has chosen for that, a handful has."""
 
@@ -56,8 +58,22 @@ _ADVICE = (
     "or give the object a state_dict() and a load_state_dict() that do."
 )
 
+# Array types that are types of torch too, as they lie in memory. What is not here is stored as bytes.
+_ARRAY_DTYPES: dict[str, torch.dtype] = {
+    **{f"<f{n}": getattr(torch, f"float{8 * n}") for n in (2, 4, 8)},
+    **{f"<c{n}": getattr(torch, f"complex{8 * n}") for n in (8, 16)},
+    **{
+        f"<{sign}{n}": getattr(torch, f"{kind}{8 * n}")
+        for sign, kind in (("i", "int"), ("u", "uint"))
+        for n in (2, 4, 8)
+    },
+    "|i1": torch.int8,
+    "|u1": torch.uint8,
+    "|b1": torch.bool,
+}
+
 Put = Callable[[torch.Tensor, str], "str | None"]
-Get = Callable[["Stored"], Any]
+Get = Callable[["Stored | StoredArray"], Any]
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,29 @@ class Stored:
     """Where it lived when it was saved: "cpu" or "other"."""
     strides: tuple[int, ...] | None = None
     """How it lay in memory, if not row by row. A part holds it row by row all the same."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A numpy array whose bytes lie in a part."""
+
+    part: Stored
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    by_columns: bool
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """The array that this tensor of the part is, in the same memory if it lies row by row."""
+        array = _allocated(lambda: tensor.reshape(-1).numpy().view(self.dtype).reshape(self.shape))
+        _check_text(array)
+        return np.asfortranarray(array) if self.by_columns else array
+
+    def home(self, live: Any) -> torch.Tensor | None:
+        """The memory of an array of the script's, as the tensor in the part; None if it is not such an array."""
+        is_same = type(live) is np.ndarray and live.dtype == self.dtype and live.shape == self.shape
+        if not is_same or not live.flags.c_contiguous or not live.flags.writeable:
+            return None
+        return _as_tensor(live)
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
@@ -232,7 +271,11 @@ class _Encoder:
         if type(array) not in (np.ndarray, np.memmap):
             raise _refused(path, array, "Store a plain array: numpy.asarray().")
         name = _numpy_dtype_name(array, path)
-        return {"!": "array", "dtype": name, "shape": list(array.shape), "v": self._text(array.tobytes())}
+        head = {"!": "array", "dtype": name, "shape": list(array.shape)}
+        if array.flags.f_contiguous and not array.flags.c_contiguous:
+            head["order"] = "F"
+        stored = self._put(_as_tensor(array), path) if array.nbytes > LARGE_ARRAY else None
+        return {**head, "v": self._text(array.tobytes())} if stored is None else {**head, "stored": stored}
 
     @contextmanager
     def _entered(self, value: Any, path: str) -> Iterator[None]:
@@ -326,7 +369,6 @@ class _Decoder:
             "frozenset": (frozenset({"v"}), lambda node, depth: frozenset(self._elements(node["v"], depth))),
             "deque": (frozenset({"v", "maxlen"}), self._deque),
             "scalar": (frozenset({"dtype", "v"}), lambda node, depth: _array(node, [])[()]),
-            "array": (frozenset({"dtype", "shape", "v"}), lambda node, depth: _array(node, node["shape"])),
         }
 
     def value(self, node: Any, depth: int) -> Any:
@@ -349,6 +391,8 @@ class _Decoder:
         tag = node["!"]
         if tag == "tensor":
             return self._tensor(node)
+        if tag == "array":
+            return self._array(node)
         fields, make = _one_of(self._tags, tag, "tag")
         _expect_fields(node, fields)
         return make(node, depth)
@@ -397,18 +441,49 @@ class _Decoder:
         flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return _allocated(lambda: laid_out(flat.view(dtype).reshape(shape), strides))
 
+    def _array(self, node: dict[str, Any]) -> Any:
+        inline, optional = "v" in node, {"order"} & node.keys()
+        _expect_fields(node, {"dtype", "shape", "v" if inline else "stored", *optional})
+        if optional and node["order"] != "F":
+            raise CkptCorrupt(f"a tree holds an array in the order {node['order']!r:.80}")
+        if inline:
+            array = _array(node, node["shape"])
+            return np.asfortranarray(array) if optional else array
+        dtype, shape, name = _numpy_dtype(node["dtype"]), _shape(node["shape"]), node["stored"]
+        if not isinstance(name, str):
+            raise CkptCorrupt("a tree holds an array whose name in the part is not text")
+        stored = Stored(name, _ARRAY_DTYPES.get(dtype.str, torch.uint8), shape, "cpu")
+        if dtype.str not in _ARRAY_DTYPES:
+            stored = Stored(name, torch.uint8, (math.prod(shape) * dtype.itemsize,), "cpu")
+        return self._get(StoredArray(stored, dtype, shape, bool(optional)))
+
 
 def _array(node: dict[str, Any], lengths: Any) -> Any:
-    name, shape = node["dtype"], _shape(lengths)
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise CkptCorrupt(f"a tree holds an array of {name!r:.80}, which is no element type of ours")
-    dtype = _allocated(lambda: np.dtype(name))
+    dtype, shape = _numpy_dtype(node["dtype"]), _shape(lengths)
     data = _sized(_data(node["v"]), dtype.itemsize, shape, "array")
     array = _allocated(lambda: np.ndarray(shape, dtype, buffer=data).copy())
-    if dtype.kind == "U":
+    _check_text(array)
+    return array
+
+
+def _check_text(array: np.ndarray[Any, Any]) -> None:
+    if array.dtype.kind == "U":
         # numpy takes any four bytes for a character, and fails when somebody looks at it.
         _allocated(array.tolist)
-    return array
+
+
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise CkptCorrupt(f"a tree holds an array of {name!r:.80}, which is no element type of ours")
+    return _allocated(lambda: np.dtype(name))  # type: ignore[no-any-return]
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array, row by row, as a tensor; in the same memory where it lies so and may be written."""
+    plain = np.ascontiguousarray(array)
+    if not plain.flags.writeable:  # torch warns of these
+        plain = plain.copy()
+    return torch.from_numpy(plain if plain.dtype.str in _ARRAY_DTYPES else plain.reshape(-1).view(np.uint8))
 
 
 def _allocated(make: Callable[[], Any]) -> Any:
