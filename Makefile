@@ -57,6 +57,7 @@ examples: $(READY)  ## each example, stopped and resumed; the demo has a command
 
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py
+	$(BIN)/python benchmarks/modules.py
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/hook.py
 	$(BIN)/python benchmarks/ranks.py

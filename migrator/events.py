@@ -29,6 +29,7 @@ EVENTS = {
     "ckpt_bad": "a ckpt is not what was committed; it is left in place and the one before is taken",
     "loading": "progress of a long load",
     "loaded": "everything registered is back at the ckpt's step",
+    "other_strides": "parameters lie in memory in another order than when they were saved",
     "loaded_legacy": "a migration.pth of the predecessor was loaded",
     # several ranks
     "ranks": "the ranks of this job have met; says which ranks share this pod and who writes",

@@ -12,6 +12,8 @@ point: they are `watched`, and the canary tells if the assumption was wrong.
 
 from __future__ import annotations
 
+import copy
+import logging
 import operator
 import random
 from abc import ABC, abstractmethod
@@ -23,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator.tree import Stored
+from migrator.events import log
+from migrator.tree import Stored, StoredArray, laid_out
 
 LARGE_BYTES = 16 * 1024
 """A tensor above this size is read live from registered containers, below it is copied at each safe point."""
@@ -82,6 +85,9 @@ class Kind(ABC):
     def restore(self, value: Any) -> None:
         """Put the value back, in place."""
 
+    def first_step(self, name: str) -> None:  # noqa: B027 - most kinds have nothing to look at
+        """Before the first optimizer step behind a load: what the script did in between is known now."""
+
 
 def large_tensors(value: Any) -> list[Tensor]:
     """All tensors above `LARGE_BYTES` in a captured value."""
@@ -122,7 +128,7 @@ def copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach() if _is_large(value) else value.detach().clone()
     if isinstance(value, np.ndarray):
-        return value.copy()
+        return value.copy(order="K")
     return value  # numpy scalars, dtypes, devices: immutable; anything else is refused by the typed tree
 
 
@@ -135,6 +141,10 @@ def _pairs(saved: Any, live: Any) -> Iterable[tuple[str, Tensor]]:
     if isinstance(saved, Stored):
         if isinstance(live, Tensor):
             yield saved.name, live
+    elif isinstance(saved, StoredArray):
+        home = saved.home(live)
+        if home is not None:
+            yield saved.part.name, home
     elif isinstance(saved, dict) and isinstance(live, dict):
         for key in saved.keys() & live.keys():
             yield from _pairs(saved[key], live[key])
@@ -169,7 +179,8 @@ def put_back(saved: Any, live: Any) -> Any:
         return live
     if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray):
         if live.shape == saved.shape and live.dtype == saved.dtype and live.flags.writeable:
-            live[...] = saved
+            if live.ctypes.data != saved.ctypes.data:
+                live[...] = saved
             return live
         return saved
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
@@ -226,7 +237,8 @@ class TensorOrArray(Kind):
 
     def differences(self, value: Any) -> list[str]:
         if isinstance(self.target, Tensor) != isinstance(value, (Tensor, Stored)):
-            return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
+            there = "ndarray" if isinstance(value, StoredArray) else type(value).__name__
+            return [f": a {type(self.target).__name__} here, a {there} there"]
         if _shape(value) != _shape(self.target):
             return [f": shape is {_shape(self.target)} here, {_shape(value)} there"]
         if value.dtype != self.target.dtype:
@@ -436,6 +448,8 @@ class Module(Kind):
         live, copies, extra = captured
         copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
         params = {id(slots.get(key)) for slots, key in self._params}
+        # Once for all: this is asked for each tensor, with the gate shut.
+        buffers = {id(buffer) for buffer in self.target.buffers()}
         found: dict[str, Any] = {}
         for key, value in self._state().items():
             if isinstance(value, Tensor) and id(value) in copy_of:
@@ -446,7 +460,7 @@ class Module(Kind):
             elif key in extra:
                 found[key] = extra[key]
             elif (isinstance(value, nn.Parameter) and id(value) not in params) or (
-                isinstance(value, Tensor) and self._is_buffer(value)
+                isinstance(value, Tensor) and id(value) in buffers
             ):
                 self._scan()
                 raise LayoutChanged(key)
@@ -454,9 +468,6 @@ class Module(Kind):
                 # A second handle: the script may exchange a parameter's `.data` from here on.
                 found[key] = value.detach() if isinstance(value, Tensor) else value
         return found
-
-    def _is_buffer(self, value: Tensor) -> bool:
-        return any(value is buffer for buffer in self.target.buffers())
 
     def _state(self) -> dict[str, Any]:
         # A compiled submodule adds a name to the path that a plain one does not have.
@@ -471,32 +482,101 @@ class Module(Kind):
         if not isinstance(value, dict):
             return [": the ckpt holds something else under this name"]
         there = {k: v for k, v in value.items() if isinstance(v, (Tensor, Stored))}
-        found = [f"/{key}: in the ckpt, not in the module" for key in there if key not in here]
-        found += [f"/{key}: in the module, not in the ckpt" for key in here if key not in there]
+        found = [(key, "in the ckpt, not in the module") for key in there if key not in here]
+        found += [(key, "in the module, not in the ckpt") for key in here if key not in there]
         for key in (k for k in here if k in there):
             if _shape(here[key]) != _shape(there[key]):
-                found.append(f"/{key}: shape is {_shape(here[key])} here, {_shape(there[key])} there")
-            elif here[key].dtype != there[key].dtype:
-                found.append(f"/{key}: dtype is {here[key].dtype} here, {there[key].dtype} there")
-        return found
+                found.append((key, f"shape is {_shape(here[key])} here, {_shape(there[key])} there"))
+        taken = self._taken_by_modules({key for key, _ in found}, there)
+        found = [(key, problem) for key, problem in found if _owner(key) not in taken]
+        for key in (k for k in here if k in there):
+            if _shape(here[key]) == _shape(there[key]) and here[key].dtype != there[key].dtype:
+                found.append((key, f"dtype is {here[key].dtype} here, {there[key].dtype} there"))
+        return [f"/{key}: {problem}" for key, problem in found]
+
+    def _taken_by_modules(self, keys: set[str], there: dict[str, Any]) -> set[str]:
+        """The paths of those modules that own one of `keys` and say by themselves that what the ckpt has fits them.
+
+        Observers and fake quantization resize their buffers when they load.
+        """
+        if not keys:
+            return set()
+        wanted = {_owner(key) for key in keys}
+        modules = {
+            path.replace("_orig_mod.", ""): module for path, module in self.target.named_modules(remove_duplicate=False)
+        }
+        saved: dict[str, dict[str, Any]] = {path: {} for path in wanted}
+        for key, tensor in there.items():
+            if _owner(key) in wanted:
+                saved[_owner(key)][key.rpartition(".")[2]] = tensor
+        return {path for path in wanted if path in modules and _would_take(modules[path], saved[path])}
 
     def restore(self, value: Any) -> None:
-        here = self._state()
-        names = {key.replace("_orig_mod.", ""): key for key in self.target.state_dict(keep_vars=True)}
-        rest: dict[str, Any] = {}
+        state = self.target.state_dict(keep_vars=True)
+        here = {key.replace("_orig_mod.", ""): tensor for key, tensor in state.items()}
+        names = {key.replace("_orig_mod.", ""): key for key in state}
+        tensors = {key: saved for key, saved in value.items() if isinstance(saved, Tensor)}
+        unlike = {key for key, live in here.items() if isinstance(live, Tensor) and not _fits(tensors.get(key), live)}
+        unlike |= {key for key in tensors if key not in here}
+        by_module = {_owner(key) for key in unlike}
+        rest: OrderedDict[str, Any] = OrderedDict()
+        # Modules look at it to tell how old a state dict is; without it they take this one for ancient.
+        rest._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
         for key, saved in value.items():
             live = here.get(key)
-            if isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live):
+            is_plain = isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live)
+            if is_plain and _owner(key) not in by_module:
                 put_back(saved, live)
             else:
                 rest[names.get(key, key)] = saved
         if rest:
             self.target.load_state_dict(rest, strict=False)
+        if unlike:
+            self._check_taken(tensors)
+            self._scan()
+
+    def _check_taken(self, tensors: dict[str, Tensor]) -> None:
+        here = self._state()
+        wrong = [key for key, live in here.items() if key in tensors and _shape(live) != _shape(tensors[key])]
+        if wrong:
+            raise ValueError(f"loaded, {', '.join(wrong)} still has another shape than in the ckpt")
 
     def _owns(self, tensor: Tensor) -> bool:
         if not hasattr(self, "_own"):
             self._own = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
         return id(tensor) in self._own
+
+
+def _owner(key: str) -> str:
+    """The path of the module that a key of a state dict belongs to."""
+    return key.rpartition(".")[0]
+
+
+def _fits(saved: Tensor | None, live: Tensor) -> bool:
+    return saved is not None and _shape(saved) == _shape(live)
+
+
+def _would_take(module: nn.Module, saved: dict[str, Any]) -> bool:
+    """Whether a module that loads in a way of its own would load these tensors, tried on a copy without memory."""
+    if module._load_state_dict_pre_hooks:
+        return True  # they may hold on to the module itself: only the load will tell
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
+        return False
+    trial = copy.copy(module)
+    for slots in ("_parameters", "_buffers"):
+        tensors = module.__dict__[slots].items()
+        trial.__dict__[slots] = {key: t if t is None else torch.empty_like(t, device="meta") for key, t in tensors}
+    given = {key: torch.empty(_shape(tensor), dtype=tensor.dtype, device="meta") for key, tensor in saved.items()}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    errors: list[str] = []
+    about = {"version": module._version}
+    try:
+        with torch.device("meta"):  # also what it makes on the way
+            trial._load_from_state_dict(given, "", about, True, missing, unexpected, errors)
+    except Exception:  # it wants to see values: only the load will tell
+        return True
+    return not (missing or unexpected or errors)
 
 
 class Optimizer(Kind):
@@ -507,6 +587,11 @@ class Optimizer(Kind):
     """
 
     kind = "optimizer"
+
+    def __init__(self, target: torch.optim.Optimizer) -> None:
+        super().__init__(target)
+        self._laid: list[tuple[Tensor, tuple[int, ...] | None, tuple[int, ...]]] = []
+        """Since the last load: each parameter, its strides when it was saved, and those for which its state is laid."""
 
     def capture(self) -> Any:
         groups = self.target.param_groups
@@ -537,6 +622,7 @@ class Optimizer(Kind):
         return {
             "class": type(self.target).__name__,
             "shapes": [[list(p.shape) for p in params] for params, _ in captured],
+            "strides": [[list(p.stride()) for p in params] for params, _ in captured],
             "groups": [dict(rest) for _, rest in captured],
             "state": state,
         }
@@ -553,6 +639,10 @@ class Optimizer(Kind):
             return wrong
         here = [[tuple(p.shape) for p in group["params"]] for group in self.target.param_groups]
         there = [[tuple(shape) for shape in group] for group in value["shapes"]]
+        if "strides" in value and [list(map(len, group)) for group in value["strides"]] != [
+            list(map(len, group)) for group in value["shapes"]
+        ]:
+            raise ValueError("strides that are not those of the parameters")
         if len(here) != len(there):
             return [f": {len(here)} param_groups here, {len(there)} there"]
         found = []
@@ -570,16 +660,48 @@ class Optimizer(Kind):
     def restore(self, value: Any) -> None:
         groups = self.target.param_groups
         params = [(p, not g.get("capturable") and not g.get("fused")) for g in groups for p in g["params"]]
+        before: list[tuple[int, ...] | None] = [None] * len(params)
+        if "strides" in value:
+            before = [tuple(strides) for group in value["strides"] for strides in group]
         # Not load_state_dict(): it casts float32 momentum to a bfloat16 parameter's type.
-        for group, saved in zip(self.target.param_groups, value["groups"], strict=True):
-            put_back({**{k: v for k, v in group.items() if k == "params"}, **saved}, group)
+        options: list[dict[str, Any]] = []
+        for group, saved in zip(groups, value["groups"], strict=True):
+            # A newer torch, or a newer optimizer, may have options that the ckpt does not know.
+            unknown = {key: option for key, option in group.items() if key not in saved and key != "params"}
+            put_back({"params": group["params"], **saved}, group)
+            options.append(unknown)
         self.target.state.clear()
         for key, state in value["state"].items():
             if not isinstance(key, int):
                 self.target.state[key] = state
                 continue
             owner, counts_on_cpu = params[key]
-            self.target.state[owner] = _at_home(state, owner, counts_on_cpu)
+            self.target.state[owner] = _laid_as(owner, _at_home(state, owner, counts_on_cpu), before[key])
+        # As load_state_dict() does at its end: the optimizer fills in what an older one did not have, with the values
+        # that stand for how that one behaved.
+        self.target.__setstate__({"state": self.target.state, "param_groups": groups})
+        for group, unknown in zip(groups, options, strict=True):
+            for key, option in unknown.items():
+                group.setdefault(key, option)
+        self._laid = [(p, was, tuple(p.stride())) for (p, _), was in zip(params, before, strict=True)]
+
+    def first_step(self, name: str) -> None:
+        """A module may be brought into another memory format after the load: its state follows."""
+        laid, self._laid = self._laid, []
+        other = 0
+        for owner, before, now in laid:
+            if tuple(owner.stride()) != now and owner in self.target.state:
+                self.target.state[owner] = _laid_as(owner, self.target.state[owner], now)
+            other += before is not None and tuple(owner.stride()) != before
+        if other:
+            log(
+                "other_strides",
+                level=logging.WARNING,
+                object=name,
+                parameters=other,
+                means="these parameters lie in memory in another order than when they were saved; the values are the "
+                "same, but sums may differ in the last bits. Make the model with the same memory format as before",
+            )
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -598,6 +720,22 @@ def _kept(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_kept(item) for item in value)
     return value
+
+
+def _laid_as(owner: Tensor, state: Any, before: tuple[int, ...] | None) -> Any:
+    """The state of one parameter, each tensor as it lay beside the parameter, which had the strides `before`.
+
+    Fused optimizers walk through the memory of parameter, gradient and state in one go: in another order the momentum
+    of one element would go to another, without an error. If the parameter lies in another order here, or the ckpt is
+    old and does not tell, the state is laid as the optimizer would make it.
+    """
+    if not isinstance(state, dict) or tuple(owner.stride()) == before:
+        return state
+    strides = tuple(torch.empty_like(owner, device="meta").stride())
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == owner.shape:
+            state[key] = laid_out(value, strides)
+    return state
 
 
 def _at_home(value: Any, owner: Any, on_cpu: bool) -> Any:

@@ -13,10 +13,12 @@ import os
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
 from migrator.canary import Contents
@@ -78,7 +80,8 @@ class Life:
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
         self._gradients_at_safe_point: list[object] = [None] * len(registry.optimizers())
-        self._forward_hooks: list[Any] = []
+        self._roots = {id(module) for module in registry.modules()}
+        self._forward_hook: Any = None
 
         self._file = SignalFile(settings.signal)
         self._storage = LocalStorage(settings.ckpt, settings.job)
@@ -180,8 +183,6 @@ class Life:
         self.gate.may_leave = self._leaving.may_leave
         self.gate.leave = self._leaving.leave
         self.gate.install()
-        for module in self._registry.modules():
-            self._forward_hooks.append(module.register_forward_pre_hook(self._before_forward))
         self._workers_seeded_apart = WorkersSeededApart()
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.close)
@@ -299,9 +300,7 @@ class Life:
         """From now on only what the script marks is a safe point."""
         if not self._is_explicit:
             self._is_explicit = True
-            for hook in self._forward_hooks:
-                hook.remove()
-            self._forward_hooks.clear()
+            self._stop_waiting_for_forward()
 
     def handing_out(self) -> None:
         self._iteration.begins()
@@ -438,6 +437,8 @@ class Life:
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
+        if self.gate.phase is Phase.LOADED:
+            self._registry.first_step()
         if id(optimizer) not in self._known_optimizers:
             self._meet(optimizer)
         if not self._is_explicit and self.gate.phase is Phase.DIRTY and id(optimizer) in self._finished:
@@ -461,6 +462,8 @@ class Life:
         self._steps += 1
         self._iteration.stepping.discard(id(optimizer))
         self._finished.add(id(optimizer))
+        if not self._is_explicit:
+            self._wait_for_forward()
 
     def _check_resume_was_not_ignored(self) -> None:
         if self.can_load and not self.is_loaded and not self.gate.is_leaving:
@@ -475,26 +478,42 @@ class Life:
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not registered: its momentum will not be in the ckpt."""
         self._known_optimizers.add(id(optimizer))
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                owner = self._registry.owner_of(param)
-                if owner is not None:
-                    log(
-                        "unregistered_optimizer",
-                        level=logging.WARNING,
-                        optimizer=type(optimizer).__name__,
-                        changes=owner,
-                        means="its own state is not saved: register it as well",
-                    )
-                    return
+        owner = self._registry.owner_of(param for group in optimizer.param_groups for param in group["params"])
+        if owner is not None:
+            log(
+                "unregistered_optimizer",
+                level=logging.WARNING,
+                optimizer=type(optimizer).__name__,
+                changes=owner,
+                means="its own state is not saved: register it as well",
+            )
 
     # Safe points that nobody wrote: the four lines of the predecessor.
 
+    def _wait_for_forward(self) -> None:
+        """From a step to the next forward pass all modules are listened to; in between, and in other scripts, none.
+
+        A hook on the script's own module would be copied and pickled with it, and `torch.jit.script` would compile it.
+        """
+        if self._forward_hook is None and self._roots:
+            # Said whenever a compiled module is called; this hook looks for that call, and does nothing twice.
+            warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
+            self._forward_hook = register_module_forward_pre_hook(self._before_forward)
+
+    def _stop_waiting_for_forward(self) -> None:
+        hook, self._forward_hook = self._forward_hook, None
+        if hook is not None:
+            hook.remove()
+
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_explicit:
             return
-        if module.training and self.gate.phase is Phase.DIRTY and self._finished and not self._is_explicit:
-            self._imply()
+        root = getattr(module, "_orig_mod", module)
+        if root.training and id(root) in self._roots and threading.get_ident() == self._thread:
+            # At once: code that was compiled without a hook would be compiled again.
+            self._stop_waiting_for_forward()
+            if self.gate.phase is Phase.DIRTY and self._finished:
+                self._imply()
 
     def _imply(self) -> None:
         if threading.get_ident() != self._thread:
@@ -603,6 +622,7 @@ class Life:
             self._team.close()
         self.gate.remove()
         self._workers_seeded_apart.remove()
+        self._stop_waiting_for_forward()
         self._sigterm.close()
         if self._leaving.news is None:
             if self._team is None or self._team.is_last_of_pod():

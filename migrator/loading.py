@@ -31,7 +31,7 @@ from migrator.parts import read_part
 from migrator.progress import Progress
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
-from migrator.tree import DTYPES, Stored, dtype_name
+from migrator.tree import DTYPES, Stored, StoredArray, dtype_name, laid_out
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
 
@@ -64,18 +64,19 @@ class Fit:
         self._values = {key: _decoded(entry["tree"]) for key, entry in entries.items()}
         kinds = {key: entry["kind"] for key, entry in entries.items()}
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
+        self._homes: dict[str, Tensor] = {}
+        for key, kind in registry:
+            for stored, tensor in kind.homes(self._values[key]).items():
+                self._homes.setdefault(stored, tensor.detach())
 
     def homes(self) -> dict[str, Tensor]:
         """Where stored tensors live in this process."""
-        homes: dict[str, Tensor] = {}
-        for key, kind in self._registry:
-            for stored, tensor in kind.homes(self._values[key]).items():
-                homes.setdefault(stored, tensor.detach())
-        return homes
+        return self._homes
 
-    def restore(self, tensors: dict[str, Tensor]) -> Loaded:
+    def restore(self, read: dict[str, Tensor]) -> Loaded:
         """Put everything in place."""
         name = self._manifest.ckpt
+        tensors = _Tensors(read, self._homes)
         random = self._random(tensors)
         loop = _filled(_decoded(self._loop), tensors)
         if loop is not None:
@@ -91,7 +92,7 @@ class Fit:
                 ) from error
         return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
 
-    def _random(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _random(self, tensors: _Tensors) -> dict[str, Any]:
         """This rank's own random states; where the ckpt has none for it, such as follow from another rank's."""
         states = _filled(_decoded(self._manifest.extra.get("random")), tensors)
         if states is None:
@@ -218,13 +219,33 @@ def _decoded(node: Any) -> Any:
     return tree.decode(node, get=lambda stored: stored)
 
 
-def _filled(value: Any, tensors: dict[str, Tensor]) -> Any:
+class _Tensors:
+    """The tensors of a ckpt, as its parts hold them: row by row."""
+
+    def __init__(self, tensors: dict[str, Tensor], homes: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._homes = homes
+
+    def get(self, stored: Stored) -> Tensor:
+        """One of them, in memory of the strides that it had."""
+        tensor = self._tensors.get(stored.name)
+        if tensor is None or tensor.dtype != stored.dtype or tuple(tensor.shape) != stored.shape:
+            raise CkptCorrupt(f"the manifest names a tensor {stored.name!r} that its parts do not hold like that")
+        home = self._homes.get(stored.name)
+        # What fits its home is copied into that, whatever strides it has there.
+        if stored.strides is None or (home is not None and home.shape == tensor.shape and home.dtype == tensor.dtype):
+            return tensor
+        # In the place of the other: both of them together are needed for one tensor at a time only.
+        self._tensors[stored.name] = laid_out(tensor, stored.strides)
+        return self._tensors[stored.name]
+
+
+def _filled(value: Any, tensors: _Tensors) -> Any:
     """The value with its tensors."""
     if isinstance(value, Stored):
-        tensor = tensors.get(value.name)
-        if tensor is None or tensor.dtype != value.dtype or tuple(tensor.shape) != value.shape:
-            raise CkptCorrupt(f"the manifest names a tensor {value.name!r} that its parts do not hold like that")
-        return tensor
+        return tensors.get(value)
+    if isinstance(value, StoredArray):
+        return value.array(tensors.get(value.part))
     if isinstance(value, dict):
         for key in list(value):
             value[key] = _filled(value[key], tensors)

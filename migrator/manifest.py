@@ -25,7 +25,9 @@ from migrator.blocks import block_count
 from migrator.errors import CkptCorrupt, CkptMismatch, SaveFailed
 from migrator.parts import PartRecord
 
-FORMAT = 1
+FORMAT = 2
+"""2 keeps strides and large numpy arrays; 1 had neither, and is read as well."""
+READABLE = (1, 2)
 LIMIT = 256 << 20
 """No manifest is larger. What is large belongs into a part."""
 NAME = "manifest.json"
@@ -93,8 +95,8 @@ class Manifest:
                 f"the ckpt was written by a newer migrator: format {found}, this one reads {FORMAT}. "
                 "Update the package, or start without the ckpt: MIGRATOR_RESUME=never."
             )
-        if type(found) is not int or found != FORMAT:
-            raise CkptCorrupt(f"the manifest has the format {found!r:.80}; expected {FORMAT}")
+        if type(found) is not int or found not in READABLE:
+            raise CkptCorrupt(f"the manifest has the format {found!r:.80}; expected one of {READABLE}")
         _expect_keys(payload, cls.__dataclass_fields__, "the manifest")
         return cls(
             generation=_count(payload["generation"], "generation", least=1),

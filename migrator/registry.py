@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -80,12 +80,16 @@ class Registry:
     def modules(self) -> list[nn.Module]:
         return [t for t in self._targets.values() if isinstance(t, nn.Module)]
 
-    def owner_of(self, tensor: Tensor) -> str | None:
-        """The registered module this parameter belongs to."""
-        for name, target in self._targets.items():
-            if isinstance(target, nn.Module) and any(p is tensor for p in target.parameters()):
-                return name
-        return None
+    def first_step(self) -> None:
+        """The first optimizer step behind a load is about to be made."""
+        for name, kind in self:
+            kind.first_step(name)
+
+    def owner_of(self, tensors: Iterable[Tensor]) -> str | None:
+        """The registered module that the first of these parameters belongs to which belongs to one."""
+        modules = [(name, target) for name, target in self._targets.items() if isinstance(target, nn.Module)]
+        owners = {id(p): name for name, target in reversed(modules) for p in target.parameters()}
+        return next((owners[id(tensor)] for tensor in tensors if id(tensor) in owners), None)
 
 
 def unwrapped(value: Any) -> Any:

@@ -32,6 +32,8 @@ import torch
 from migrator.errors import CkptCorrupt, RegistrationError
 
 MAX_DEPTH = 100
+LARGE_ARRAY = 16 * 1024
+"""A numpy array of more bytes than this lies in a part, as tensors do; a smaller one in the tree."""
 COLLISIONS_MAX = 256
 """So many keys of a dict may have the same hash; of keys that nobody has chosen for that, a handful has."""
 
@@ -56,8 +58,22 @@ _ADVICE = (
     "or give the object a state_dict() and a load_state_dict() that do."
 )
 
+# Array types that are types of torch too, as they lie in memory. What is not here is stored as bytes.
+_ARRAY_DTYPES: dict[str, torch.dtype] = {
+    **{f"<f{n}": getattr(torch, f"float{8 * n}") for n in (2, 4, 8)},
+    **{f"<c{n}": getattr(torch, f"complex{8 * n}") for n in (8, 16)},
+    **{
+        f"<{sign}{n}": getattr(torch, f"{kind}{8 * n}")
+        for sign, kind in (("i", "int"), ("u", "uint"))
+        for n in (2, 4, 8)
+    },
+    "|i1": torch.int8,
+    "|u1": torch.uint8,
+    "|b1": torch.bool,
+}
+
 Put = Callable[[torch.Tensor, str], "str | None"]
-Get = Callable[["Stored"], Any]
+Get = Callable[["Stored | StoredArray"], Any]
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,31 @@ class Stored:
     shape: tuple[int, ...]
     device: str
     """Where it lived when it was saved: "cpu" or "other"."""
+    strides: tuple[int, ...] | None = None
+    """How it lay in memory, if not row by row. A part holds it row by row all the same."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A numpy array whose bytes lie in a part."""
+
+    part: Stored
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    by_columns: bool
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        """The array that this tensor of the part is, in the same memory if it lies row by row."""
+        array = _allocated(lambda: tensor.reshape(-1).numpy().view(self.dtype).reshape(self.shape))
+        _check_text(array)
+        return np.asfortranarray(array) if self.by_columns else array
+
+    def home(self, live: Any) -> torch.Tensor | None:
+        """The memory of an array of the script's, as the tensor in the part; None if it is not such an array."""
+        is_same = type(live) is np.ndarray and live.dtype == self.dtype and live.shape == self.shape
+        if not is_same or not live.flags.c_contiguous or not live.flags.writeable:
+            return None
+        return _as_tensor(live)
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
@@ -88,6 +129,41 @@ def encode(value: Any, *, put: Put, path: str) -> Any:
 def scan(value: Any, path: str) -> None:
     """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse."""
     _Encoder(lambda tensor, path: "", lambda data: "").value(value, path)
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """How a tensor lies in memory; None: row by row, or with gaps or overlaps, which are not kept."""
+    strides = tuple(tensor.stride())
+    if strides == _by_rows(tensor.shape) or not _is_dense(tuple(tensor.shape), strides):
+        return None
+    return strides
+
+
+def laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """The same values in memory of these strides. None: row by row."""
+    strides = _by_rows(tensor.shape) if strides is None else strides
+    if tuple(tensor.stride()) == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _by_rows(shape: Iterable[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Each element has a place of its own and there is none without an element: rows and columns in another order."""
+    step = 1
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step or length == 0:
+            return False
+        step *= length
+    return True
 
 
 def decode(tree: Any, *, get: Get) -> Any:
@@ -185,6 +261,9 @@ class _Encoder:
             "shape": list(tensor.shape),
             "device": "cpu" if tensor.device.type == "cpu" else "other",
         }
+        strides = strides_of(tensor)
+        if strides is not None:
+            head["strides"] = list(strides)
         name = self._put(tensor, path)
         return {**head, "v": self._text(_tensor_bytes(tensor))} if name is None else {**head, "stored": name}
 
@@ -192,7 +271,11 @@ class _Encoder:
         if type(array) not in (np.ndarray, np.memmap):
             raise _refused(path, array, "Store a plain array: numpy.asarray().")
         name = _numpy_dtype_name(array, path)
-        return {"!": "array", "dtype": name, "shape": list(array.shape), "v": self._text(array.tobytes())}
+        head = {"!": "array", "dtype": name, "shape": list(array.shape)}
+        if array.flags.f_contiguous and not array.flags.c_contiguous:
+            head["order"] = "F"
+        stored = self._put(_as_tensor(array), path) if array.nbytes > LARGE_ARRAY else None
+        return {**head, "v": self._text(array.tobytes())} if stored is None else {**head, "stored": stored}
 
     @contextmanager
     def _entered(self, value: Any, path: str) -> Iterator[None]:
@@ -286,7 +369,6 @@ class _Decoder:
             "frozenset": (frozenset({"v"}), lambda node, depth: frozenset(self._elements(node["v"], depth))),
             "deque": (frozenset({"v", "maxlen"}), self._deque),
             "scalar": (frozenset({"dtype", "v"}), lambda node, depth: _array(node, [])[()]),
-            "array": (frozenset({"dtype", "shape", "v"}), lambda node, depth: _array(node, node["shape"])),
         }
 
     def value(self, node: Any, depth: int) -> Any:
@@ -309,6 +391,8 @@ class _Decoder:
         tag = node["!"]
         if tag == "tensor":
             return self._tensor(node)
+        if tag == "array":
+            return self._array(node)
         fields, make = _one_of(self._tags, tag, "tag")
         _expect_fields(node, fields)
         return make(node, depth)
@@ -343,30 +427,63 @@ class _Decoder:
 
     def _tensor(self, node: dict[str, Any]) -> Any:
         inline = "v" in node
-        _expect_fields(node, {"dtype", "shape", "device", "v" if inline else "stored"})
+        optional = {"strides"} & node.keys()
+        _expect_fields(node, {"dtype", "shape", "device", "v" if inline else "stored", *optional})
         dtype, shape = _one_of(DTYPES, node["dtype"], "dtype"), _shape(node["shape"])
         if node["device"] not in ("cpu", "other"):
             raise CkptCorrupt(f"a tree holds a tensor on {node['device']!r:.80}; expected cpu or other")
+        strides = _strides(node["strides"], shape) if optional else None
         if not inline:
             if not isinstance(node["stored"], str):
                 raise CkptCorrupt("a tree holds a tensor whose name in the part is not text")
-            return self._get(Stored(node["stored"], dtype, shape, node["device"]))
+            return self._get(Stored(node["stored"], dtype, shape, node["device"], strides))
         data = _sized(_data(node["v"]), dtype.itemsize, shape, "tensor")
         flat = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        return _allocated(lambda: flat.view(dtype).reshape(shape))
+        return _allocated(lambda: laid_out(flat.view(dtype).reshape(shape), strides))
+
+    def _array(self, node: dict[str, Any]) -> Any:
+        inline, optional = "v" in node, {"order"} & node.keys()
+        _expect_fields(node, {"dtype", "shape", "v" if inline else "stored", *optional})
+        if optional and node["order"] != "F":
+            raise CkptCorrupt(f"a tree holds an array in the order {node['order']!r:.80}")
+        if inline:
+            array = _array(node, node["shape"])
+            return np.asfortranarray(array) if optional else array
+        dtype, shape, name = _numpy_dtype(node["dtype"]), _shape(node["shape"]), node["stored"]
+        if not isinstance(name, str):
+            raise CkptCorrupt("a tree holds an array whose name in the part is not text")
+        stored = Stored(name, _ARRAY_DTYPES.get(dtype.str, torch.uint8), shape, "cpu")
+        if dtype.str not in _ARRAY_DTYPES:
+            stored = Stored(name, torch.uint8, (math.prod(shape) * dtype.itemsize,), "cpu")
+        return self._get(StoredArray(stored, dtype, shape, bool(optional)))
 
 
 def _array(node: dict[str, Any], lengths: Any) -> Any:
-    name, shape = node["dtype"], _shape(lengths)
-    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise CkptCorrupt(f"a tree holds an array of {name!r:.80}, which is no element type of ours")
-    dtype = _allocated(lambda: np.dtype(name))
+    dtype, shape = _numpy_dtype(node["dtype"]), _shape(lengths)
     data = _sized(_data(node["v"]), dtype.itemsize, shape, "array")
     array = _allocated(lambda: np.ndarray(shape, dtype, buffer=data).copy())
-    if dtype.kind == "U":
+    _check_text(array)
+    return array
+
+
+def _check_text(array: np.ndarray[Any, Any]) -> None:
+    if array.dtype.kind == "U":
         # numpy takes any four bytes for a character, and fails when somebody looks at it.
         _allocated(array.tolist)
-    return array
+
+
+def _numpy_dtype(name: Any) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise CkptCorrupt(f"a tree holds an array of {name!r:.80}, which is no element type of ours")
+    return _allocated(lambda: np.dtype(name))  # type: ignore[no-any-return]
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array, row by row, as a tensor; in the same memory where it lies so and may be written."""
+    plain = np.ascontiguousarray(array)
+    if not plain.flags.writeable:  # torch warns of these
+        plain = plain.copy()
+    return torch.from_numpy(plain if plain.dtype.str in _ARRAY_DTYPES else plain.reshape(-1).view(np.uint8))
 
 
 def _allocated(make: Callable[[], Any]) -> Any:
@@ -411,6 +528,15 @@ def _shape(node: Any) -> tuple[int, ...]:
     if math.prod(n or 1 for n in shape) >= 1 << 58:
         raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}, which nothing can have")
     return tuple(shape)
+
+
+def _strides(node: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = _list(node)
+    if len(strides) != len(shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in strides):
+        raise CkptCorrupt(f"a tree holds the strides {strides!r:.80} for the shape {shape!r:.80}")
+    if not _is_dense(shape, tuple(strides)):
+        raise CkptCorrupt(f"a tree holds the strides {strides!r:.80}, with which no tensor {shape!r:.80} is saved")
+    return tuple(strides)
 
 
 def _data(node: Any) -> bytes:

@@ -379,7 +379,7 @@ def test_a_ckpt_of_a_newer_version_counts_and_is_not_swept(storage: LocalStorage
     """It cannot be judged here: it is neither corrupt nor a reason to keep one more."""
     ours = life(storage)
     names = [saved(storage, 1, step) for step in (10, 20, 30)]
-    newer = seal("manifest", {"format": 2})
+    newer = seal("manifest", {"format": 3})
     (storage.directory / names[1] / NAME).write_bytes(newer)
     (storage.directory / names[1] / ASIDE).touch()
     assert retire(storage, ours, keep=2) == names[:1]
