@@ -30,7 +30,18 @@ FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_po
 
 LAYERS = [
     {"errors", "events", "environment"},
-    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress"},
+    {
+        "settings",
+        "agreement",
+        "permutation",
+        "tree",
+        "blocks",
+        "signal_file",
+        "signal_owner",
+        "sigterm",
+        "randomness",
+        "progress",
+    },
     {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
     {"parts", "registry", "leaving", "loop", "hooks.__main__"},
     {"manifest", "capture", "legacy"},
