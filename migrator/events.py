@@ -23,6 +23,7 @@ EVENTS = {
     "other_lineage": "ckpts of another lineage lie beside ours; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",
+    "not_waiting": "an earlier life died while it was saving; nobody waits for it any more",
     "setting_unknown": "a variable with our prefix that is no setting: a typo?",
     "setting_alias": "a variable of the predecessor is in use",
     # loading

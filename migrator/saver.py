@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from migrator import environment, lineage, retention, signal_file
+from migrator import environment, identity, lineage, retention, signal_file
 from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
 from migrator.gate import Phase
+from migrator.heartbeat import Heartbeat
 from migrator.leaving import Leaving, Outcome
+from migrator.lineage import LeavingMark
 from migrator.progress import ForHook, Progress
 from migrator.saving import Aside, Attempt, GivenUp, Saved, Unclean, Workshop, failed_text, room_for
 from migrator.settings import Every, Settings
@@ -79,6 +81,7 @@ class Saver(threading.Thread):
         """Ckpts that turned out corrupt while loading."""
         self.is_busy = False
         self.for_hook = ForHook(file.path)
+        self._heartbeat: Heartbeat | None = None
         self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
         """What to answer if nothing was trained yet."""
 
@@ -345,6 +348,8 @@ class Saver(threading.Thread):
             tickets, self._tickets = self._tickets, []
         self._mark(is_leaving=True)
         outcome = self._last_save()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._answer(outcome)
         self._mark(is_leaving=False, is_safe=outcome.is_safe)
         if outcome.is_safe:
@@ -386,7 +391,11 @@ class Saver(threading.Thread):
         try:
             number = self._shop.generation.number
             if is_leaving:
-                lineage.mark_leaving(self._shop.storage, number, max(1.0, self._leaving.left_s))
+                by = identity.mine() if self._shop.size == 1 else None  # what several make goes on without one of them
+                mark = LeavingMark(max(1.0, self._leaving.left_s), by, beat=0)
+                lineage.put_mark(self._shop.storage, number, mark)
+                self._heartbeat = Heartbeat(self._shop.storage, number, mark)
+                self._heartbeat.start()
             else:
                 lineage.unmark_leaving(self._shop.storage, number)
         except MigratorError as error:
