@@ -59,6 +59,7 @@ EVENTS = {
     # news
     "signal": "the news that this pod must leave",
     "signal_ignored": "the signal file says something that is no request",
+    "sigterm_silenced": "C code had taken SIGTERM away from Python; it was taken back",
     "handler_held_back": "another SIGTERM handler wanted to end the process; it has to wait for the save",
     "loader_error_swallowed": "the loader failed while a signal is pending; the step before is being saved",
     # saving

@@ -39,6 +39,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from migrator import sigaction
 from migrator.events import log
 
 Handler = Callable[[int, "FrameType | None"], None]
@@ -74,6 +75,9 @@ class Sigterm:
         self._handler: Handler | None = None
         """The newest of them."""
         self._calling = 0
+        self._action: sigaction.Action | None = None
+        """What the kernel is to do at SIGTERM: run the interpreter's own C function."""
+        self._taken_by: set[int] = set()
         self._passed_on_to: tuple[int, tuple[int, int]] | None = None
         self._main: int | None = None
         self._interrupt_handler = self._handle_interrupt
@@ -115,6 +119,25 @@ class Sigterm:
         self._links[handle] = link
         self._handler = handle
         signal.signal(signal.SIGTERM, handle)
+        self._action = sigaction.read(signal.SIGTERM)
+
+    def keep_heard(self) -> None:
+        """The watcher's thread, now and then: C code may have taken SIGTERM away from the interpreter."""
+        found = sigaction.read(signal.SIGTERM)
+        if self._action is None or found is None or self.is_exiting:
+            return
+        # The default and "ignored" are set by way of Python, which `take_back` sees.
+        if found.function in (self._action.function, 0, 1) or found.calls_on:
+            return
+        sigaction.write(signal.SIGTERM, self._action)
+        if found.function not in self._taken_by:
+            self._taken_by.add(found.function)
+            log(
+                "sigterm_silenced",
+                level=logging.WARNING,
+                means="C code had taken SIGTERM, so that this process would not have heard it; it was taken back. "
+                "faulthandler.register(signal.SIGTERM) does that: give it chain=True, and both are called",
+            )
 
     def _link_of(self, handler: Any) -> _Link | None:
         """None: it is none of ours."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -157,6 +159,7 @@ def test_state_that_becomes_safe_in_a_handler_ends_the_process_behind_it(ours: S
 
 
 CHAINED = """
+import faulthandler
 import os
 import signal
 import sys
@@ -229,3 +232,73 @@ def test_a_handler_that_saves_something_has_the_grace_for_it(ours: Sigterm, monk
     seeing_off.join()
 
     assert ended == []
+
+
+def test_c_code_that_takes_sigterm_is_noticed(ours: Sigterm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Python still names our handler, and nobody would call it. It is taken back, and said once."""
+    with (tmp_path / "dump").open("w") as dump:
+        for _ in range(2):
+            faulthandler.register(signal.SIGTERM, file=dump)
+            try:
+                ours.keep_heard()
+            finally:
+                faulthandler.unregister(signal.SIGTERM)
+        tell_to_leave()
+
+    assert ours.is_heard
+    assert caplog.text.count("sigterm_silenced") == 1
+    assert "chain=True" in caplog.text
+
+
+def test_c_code_that_calls_on_is_left_alone(ours: Sigterm, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With chain=True there is a traceback, and the news."""
+    with (tmp_path / "dump").open("w") as dump:
+        faulthandler.register(signal.SIGTERM, file=dump, chain=True)
+        try:
+            ours.keep_heard()
+            tell_to_leave()
+        finally:
+            faulthandler.unregister(signal.SIGTERM)
+
+    assert ours.is_heard
+    assert "tell_to_leave" in (tmp_path / "dump").read_text()
+    assert "sigterm_silenced" not in caplog.text
+
+
+@pytest.mark.parametrize("how", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_a_script_sets_by_python_is_not_taken_for_c_code(
+    ours: Sigterm, how: signal.Handlers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next safe point sees it."""
+    signal.signal(signal.SIGTERM, how)
+    ours.keep_heard()
+    assert signal.getsignal(signal.SIGTERM) is how
+    ours.take_back()
+    tell_to_leave()
+
+    assert ours.is_heard
+    assert "sigterm_silenced" not in caplog.text
+
+
+def test_a_script_that_dumps_its_traceback_at_sigterm_is_saved(job: Job) -> None:
+    """The watcher looks by itself, in a long step or evaluation as well."""
+    run = job.write(
+        """
+        import faulthandler
+        import signal
+        import time
+        import torch
+        from migrator import migrator
+
+        migrator.register("weights", torch.zeros(3))
+        migrator.listening()
+        migrator.safe_point()
+        faulthandler.register(signal.SIGTERM)
+        time.sleep(60)
+        """
+    ).run()
+    run.wait_for("sigterm_silenced")
+    run.kill()
+
+    assert run.wait() == 143, run.text
+    assert len(run.events("committed")) == 1

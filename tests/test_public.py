@@ -29,7 +29,7 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.it
 FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
 
 LAYERS = [
-    {"errors", "events", "environment"},
+    {"errors", "events", "environment", "sigaction"},
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner"},
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
