@@ -34,7 +34,7 @@ class Action:
 
     @property
     def calls_on(self) -> bool:
-        """Its function raises the signal again for the one before: `faulthandler.register(..., chain=True)` sets this."""
+        """Its function raises the signal again for the one before: `faulthandler.register(chain=True)` sets this."""
         flags = int.from_bytes(self.data[_POINTER + _MASK : _POINTER + _MASK + 4], sys.byteorder)
         return bool(flags & _NODEFER)
 
