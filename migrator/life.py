@@ -210,6 +210,7 @@ class Life:
         if self._team is not None:
             self._owner.take()
         self._saver.for_hook.remove()
+        self._file.forget_ends()
         if deadline is None:
             pids = [os.getpid()] if self._team is None else self._team.pids
             self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
@@ -547,7 +548,8 @@ class Life:
         self.gate.remove()
         self._sigterm.close()
         if self._leaving.news is None:
-            if self._team is None or self._team.is_last_of_pod():
+            self._file.note_end()
+            if self._team is None or self._team.is_last_of_pod(self._file.ended()):
                 self._remove_signal_file()
             self._owner.release()
             return

@@ -285,11 +285,14 @@ class Team:
                 return
             self.ranks.wait(0.02)
 
-    def is_last_of_pod(self) -> bool:
-        """No other rank of this pod needs the signal file any more."""
+    def is_last_of_pod(self, ended: set[int]) -> bool:
+        """No other rank of this pod needs the signal file any more.
+
+        `ended` has to be read behind one's own note in it: of two that end at the same moment one finds both.
+        """
         others = [pid for pid in self.pids if pid != os.getpid()]
         said = {line.rank for line in self.ranks.lines("bye")}
-        return len(said) == self.ranks.size or not any(map(environment.is_alive, others))
+        return len(said) == self.ranks.size or not any(environment.is_alive(pid) for pid in others if pid not in ended)
 
     def close(self) -> None:
         self.ranks.close()

@@ -6,11 +6,13 @@ import fcntl
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from migrator.signal_file import SAVE, SignalFile
 from migrator.signal_owner import SignalOwner
+from migrator.team import Team
 from tests.harness import Job, Process
 
 TRAINS = """
@@ -157,3 +159,41 @@ def test_a_file_that_its_owner_takes_away_just_now_is_not_locked(
 
     assert os.path.samestat(os.fstat(owner._fd), file.with_name(".signal.owner").stat())
     owner.release()
+
+
+# The end.
+
+
+def pod_of(pids: list[int]) -> Team:
+    """What a rank knows of its pod, when the others have not said `bye` where it has looked."""
+    team = object.__new__(Team)
+    team.pids = pids
+    team.ranks = SimpleNamespace(lines=lambda what: [], size=len(pids))  # type: ignore[assignment]
+    return team
+
+
+def test_of_ranks_that_end_at_the_same_moment_one_takes_the_file_away(tmp_path: Path) -> None:
+    """Each notes its end before it looks whether the others have: so not both leave it to the other."""
+    file, other = SignalFile(tmp_path / "signal"), os.getppid()
+    pod = pod_of([os.getpid(), other])
+    file.note_end()
+    assert not pod.is_last_of_pod(file.ended())
+
+    (tmp_path / "signal.ended").write_text(f"{other}\n{os.getpid()}\n")
+    assert pod.is_last_of_pod(file.ended())
+    file.forget_ends()
+    assert file.ended() == set()
+
+
+def test_the_ends_of_an_earlier_life_are_forgotten(job: Job) -> None:
+    """Process ids are given again: one that is noted and trains would be taken for one that has finished."""
+    job.signal.parent.mkdir()
+    ended = job.signal.with_name("signal.ended")
+    ended.write_text("1\n")
+    run = job.write(TRAINS.replace("10**9", "50").replace("time.sleep(0.002)", "time.sleep(0.01)")).run()
+    run.wait_for("^listens")
+    assert not ended.exists()
+
+    assert run.wait() == 0, run.text
+    assert ended.read_text() == f"{run.pid}\n"
+    assert not job.signal.exists()
