@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from migrator import environment, identity, lineage, retention, signal_file
+from migrator import identity, lineage, retention, signal_file
 from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
 from migrator.gate import Phase
 from migrator.heartbeat import Heartbeat
+from migrator.last_word import LastWord
 from migrator.leaving import Leaving, Outcome
 from migrator.lineage import LeavingMark
 from migrator.progress import ForHook, Progress
@@ -81,6 +82,7 @@ class Saver(threading.Thread):
         """Ckpts that turned out corrupt while loading."""
         self.is_busy = False
         self.for_hook = ForHook(file.path)
+        self._last_word = LastWord(settings.termination_log)
         self._heartbeat: Heartbeat | None = None
         self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
         """What to answer if nothing was trained yet."""
@@ -129,6 +131,11 @@ class Saver(threading.Thread):
             return
         if self._speaks():
             self.for_hook.begin()
+            left_s = news.deadline_s - time.monotonic()
+            self._last_word.begin(
+                f"told to leave by {news.source}, {left_s:.0f} s before the end of the grace, and ended before it could "
+                f"say what was saved (the ckpt before: {self._name_of_newest()})"
+            )
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
         with self._cond:
             self._cond.notify_all()
@@ -417,7 +424,7 @@ class Saver(threading.Thread):
         )
         if self._speaks() or self._nobody_answers():
             # Before the answer: with that the container may end.
-            environment.tell_kubelet(_last_word(outcome, took_s), self._settings.termination_log)
+            self._last_word.say(_last_word(outcome, took_s))
             self._write_answer(outcome, took_s)
             self.for_hook.remove()
 
@@ -461,6 +468,6 @@ class Saver(threading.Thread):
 def _last_word(outcome: Outcome, took_s: float) -> str:
     """For people who ask the cluster what became of the pod."""
     if not outcome.is_safe:
-        return f"migrator: not saved: {outcome.why}"
+        return f"not saved: {outcome.why}"
     what = f"ckpt {outcome.ckpt}, step {outcome.step}, {outcome.size} bytes, {took_s:.2f} s after the signal"
-    return f"migrator: {outcome.why}: {what}"
+    return f"{outcome.why}: {what}"

@@ -32,7 +32,7 @@ LAYERS = [
     {"errors", "events", "environment", "sigaction"},
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner"},
     {"sigterm", "randomness", "progress", "identity"},
-    {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
+    {"hooks", "last_word", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
     {"parts", "registry", "leaving", "loop", "hooks.__main__"},
     {"manifest", "capture", "legacy"},
     {"lineage", "gate", "sharing"},
