@@ -133,8 +133,8 @@ class Saver(threading.Thread):
             self.for_hook.begin()
             left_s = news.deadline_s - time.monotonic()
             self._last_word.begin(
-                f"told to leave by {news.source}, {left_s:.0f} s before the end of the grace, and ended before it could "
-                f"say what was saved (the ckpt before: {self._name_of_newest()})"
+                f"told to leave by {news.source}, {left_s:.0f} s before the end of the grace, and ended before it "
+                f"could say what was saved (the ckpt before: {self._name_of_newest()})"
             )
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
         with self._cond:

@@ -189,7 +189,7 @@ def test_a_killed_process_leaves_more_than_nothing(job: Job, place: Path) -> Non
     life.kill(signal.SIGKILL)
     life.wait()
     assert re.fullmatch(
-        r"migrator: told to leave by SIGTERM, 20 s before the end of the grace, and ended .* \(the ckpt before: none\)\n",
+        r"migrator: told to leave by SIGTERM, 20 s before the end of the grace, and .* \(the ckpt before: none\)\n",
         place.read_text(),
     )
 
