@@ -11,6 +11,7 @@
 #        5   no answer before the deadline
 #        6   the trainer answered that it could not save
 #        7   the signal file cannot be read or written
+#        8   saved, but a later life of the job goes on without it
 #
 # The reason goes to stderr, where kubelet takes it into the pod's events, and
 # to preStop.log, which also tells how far a long save is. It may be called
@@ -94,8 +95,8 @@ finish() { # exit code, reason
     exit "$1"
 }
 
-read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $error
-    word='' pids='' request='' deadline='' ckpt='' error=''
+read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $late $error
+    word='' pids='' request='' deadline='' ckpt='' late='' error=''
     [ -f "$signal" ] || return 0
     {
         # A last line without its newline counts, hence the test behind each read.
@@ -111,6 +112,7 @@ read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline
                 request=*) request=${line#*=} ;;
                 deadline=*) deadline=${line#*=} ;;
                 ckpt=*) ckpt=${line#*=} ;;
+                late=*) late=${line#*=} ;;
                 error=*) error=${line#*=} ;;
             esac
             line=
@@ -232,7 +234,10 @@ is_for_us() {
 
 report() { # what the answer says
     case $word in
-        resume) finish 0 saved ;;
+        resume)
+            [ -z "$late" ] || finish 8 "saved, but $late"
+            finish 0 saved
+            ;;
         *) finish 6 "the trainer could not save: ${error:-it gave no reason}" ;;
     esac
 }

@@ -68,6 +68,7 @@ EVENTS = {
     "part_written": "a rank's bytes are durable",
     "committed": "the ckpt exists",
     "joined": "the step is saved already; nothing was written twice",
+    "later_life": "a later life of the job has begun without this ckpt and goes on without it",
     "save_failed": "a save could not be made durable; the ckpt before is untouched",
     "save_retry": "a save failed for a reason that may pass; it is tried again",
     "save_late": "a requested save is made at the next safe point",

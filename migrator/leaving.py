@@ -38,6 +38,8 @@ class Outcome:
     ckpt: str | None = None
     step: int | None = None
     size: int = 0
+    late: str | None = None
+    """Who goes on without this ckpt, though it is safe."""
 
 
 class Leaving:

@@ -121,7 +121,8 @@ class Life:
         self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
         self._say_where()
         lineage.wait_for_leaving(storage, self._generation.lineage)
-        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        number, ours = self._generation.number, self._generation.lineage
+        self._candidates = lineage.go_on(storage, number, lambda: lineage.ckpts(storage, ours))
         self._legacy = self._find_legacy()
         self._check_required()
 

@@ -46,6 +46,7 @@ NOT_A_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, 
 """What reading says where there is no file, or something that is none of ours: damage, not a failing volume."""
 
 _RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
+_NOTE = re.compile(r"([0-9]{6,18})\.from", re.ASCII)
 _RECORD_LIMIT = 1 << 20
 _GRACE_IF_UNREADABLE_S = 30.0
 _GRACE_MAX_S = 3600.0
@@ -169,6 +170,41 @@ class LeavingMark:
         fields |= {} if self.by is None else {"by": dict(self.by)}
         fields |= {} if self.beat is None else {"beat": f"{self.beat:09d}"}
         return json.dumps(fields).encode("ascii")
+
+
+def go_on(storage: LocalStorage, generation: int, find: Callable[[], list[str]]) -> list[str]:
+    """What this life may load, best first, and a note of what it goes on from.
+
+    A life before it that commits later reads the note, and says that this one does not have its ckpt. Without the
+    second look a ckpt could come behind the first one, and its maker look before the note is there.
+    """
+    found = find()
+    while True:
+        note = json.dumps({"from": found[0] if found else None}).encode("ascii")
+        storage.put(_note(generation), note, exclusive=False)
+        again = find()
+        if again[:1] == found[:1]:
+            return again
+        found = again
+
+
+def gone_on_without(storage: LocalStorage, generation: int, ckpt: str) -> str | None:
+    """The later life, in words, that has begun and does not have this ckpt; None if there is none.
+
+    One without a note is still looking, and will find it.
+    """
+    noted = {int(match[1]) for name in storage.list(DIRECTORY) if (match := _NOTE.fullmatch(name))}
+    later = max((number for number in noted if number > generation), default=None)
+    if later is None:
+        return None
+    try:
+        origin = json.loads(storage.get(_note(later), limit=_RECORD_LIMIT))["from"]
+    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
+        origin = "a ckpt that is not known"
+    if origin == ckpt:
+        return None
+    begun = "began anew" if origin is None else f"went on from {origin!s:.80}"
+    return f"a later life of the job (generation {later}) {begun} and does not have it"
 
 
 def mark_leaving(storage: LocalStorage, generation: int, grace_s: float) -> None:
@@ -381,3 +417,7 @@ def record_name(number: int) -> str:
 
 def _mark(number: int) -> str:
     return f"{DIRECTORY}/{number:06d}.leaving"
+
+
+def _note(number: int) -> str:
+    return f"{DIRECTORY}/{number:06d}.from"

@@ -84,6 +84,7 @@ class Saver(threading.Thread):
         self.for_hook = ForHook(file.path)
         self._last_word = LastWord(settings.termination_log)
         self._heartbeat: Heartbeat | None = None
+        self._later: str | None = None
         self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
         """What to answer if nothing was trained yet."""
 
@@ -213,6 +214,7 @@ class Saver(threading.Thread):
         error: Exception | None = None
         try:
             saved = self._save(Why.ASKED if tickets else Why.PERIODIC)
+            self._look_for_later(saved)
             self._retire()
         except GivenUp:
             error = SaveFailed("the save was given up: the pod is leaving and the newest step is saved instead")
@@ -378,7 +380,7 @@ class Saver(threading.Thread):
         while True:
             try:
                 saved = self._save(Why.LEAVING)
-                return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
+                return self._outcome(saved)
             except Exception as error:  # whatever it is, the hook must hear of it
                 transient = isinstance(error, StorageError) and error.transient
                 if not transient or self._leaving.left_s < pause_s:
@@ -386,6 +388,26 @@ class Saver(threading.Thread):
                 log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 4.0)
+
+    def _outcome(self, saved: Saved) -> Outcome:
+        late = self._look_for_later(saved)
+        why = "saved" if late is None else f"saved, but {late}"
+        return Outcome(True, why, saved.ckpt, saved.step, saved.size, late)
+
+    def _look_for_later(self, saved: Saved) -> str | None:
+        """A life that was thought dead, or is replaced already, saves for nobody. It is said and not hidden."""
+        shop = self._shop
+        if not shop.writes:
+            return None
+        try:
+            late = lineage.gone_on_without(shop.storage, shop.generation.number, saved.ckpt)
+        except StorageError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
+            return None
+        if late is not None and late != self._later:
+            self._later = late
+            log("later_life", level=logging.WARNING, ckpt=saved.ckpt, means=late)
+        return late
 
     def _not_saved(self, error: Exception) -> Outcome:
         why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
@@ -412,7 +434,8 @@ class Saver(threading.Thread):
         news = self._leaving.news
         assert news is not None
         took_s = time.monotonic() - news.deadline_s + news.grace_s
-        level = logging.INFO if outcome.is_safe or not self._has_trained() else logging.ERROR
+        is_well = (outcome.is_safe and outcome.late is None) or not self._has_trained()
+        level = logging.INFO if is_well else logging.ERROR
         log(
             "leaving",
             level=level,
@@ -446,7 +469,7 @@ class Saver(threading.Thread):
         """The request that is in the file now gets its answer, whichever brought the news."""
         fields: dict[str, object] = {"ckpt": outcome.ckpt, "step": outcome.step}
         if outcome.is_safe:
-            fields |= {"bytes": outcome.size, "seconds": f"{took_s:.3f}"}
+            fields |= {"bytes": outcome.size, "seconds": f"{took_s:.3f}", "late": outcome.late}
         else:
             fields |= {"error": outcome.why}
         try:

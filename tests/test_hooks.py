@@ -60,6 +60,8 @@ while os.getppid() == tests:
     elif how == "answers and dies":
         file.write("resume", request=request, ckpt="000001-000000000007")
         os._exit(0)
+    elif how == "saves too late":
+        file.write("resume", request=request, ckpt="000001-000000000007", late="a later life of the job went on")
     elif how == "finishes late":
         file.note_end()
         os._exit(0)
@@ -265,6 +267,14 @@ def test_a_failed_save_is_told(pod: Pod, how: str, reason: str) -> None:
 
     assert (6, f"preStop: the trainer could not save: {reason}\n") == pod.stop()
     assert pod.log[-1].endswith(f" the trainer could not save: {reason}")
+
+
+def test_a_save_that_nobody_goes_on_from_is_told(pod: Pod) -> None:
+    """It is there, and a later life trains without it: that is not what exit code 0 says. Nor does a second hook."""
+    pod.trainer("saves too late")
+
+    for _ in range(2):
+        assert pod.stop() == (8, "preStop: saved, but a later life of the job went on\n")
 
 
 @pytest.mark.parametrize("word", [None, INIT, RESUME, "garbage", ""])
