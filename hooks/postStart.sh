@@ -27,9 +27,11 @@ log_dir() { # -> $logs
     case $logs in /*) ;; *) logs=./$logs ;; esac
 }
 
+{ read -r host </proc/sys/kernel/hostname; } 2>/dev/null || host=unknown
 log_dir
 if ! {
-    mkdir -p "$logs" && printf 'start: %s\n' "$(date '+%a %b %e %H:%M:%S %Z %Y')" >>"$logs/postStart.log"
+    mkdir -p "$logs" &&
+        printf 'start: %s %s\n' "$(date '+%a %b %e %H:%M:%S %Z %Y')" "$host" >>"$logs/postStart.log"
 } 2>/dev/null; then
     printf 'postStart: cannot write %s: name a directory that can be written in MIGRATOR_HOOK_LOGS\n' \
         "$logs/postStart.log" >&2

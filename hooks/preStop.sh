@@ -11,6 +11,7 @@
 #        5   no answer before the deadline
 #        6   the trainer answered that it could not save
 #        7   the signal file cannot be read or written
+#        8   saved, but a later life of the job goes on without it
 #
 # The reason goes to stderr, where kubelet takes it into the pod's events, and
 # to preStop.log, which also tells how far a long save is. It may be called
@@ -55,7 +56,8 @@ hundredths() { # seconds, perhaps with a fraction -> $number, hundredths; empty 
     number "${1%%.*}${fraction%"${fraction#??}"}"
 }
 
-stamp() { date '+%Y-%m-%d %H:%M:%S'; }
+# Pods of one job may share the log.
+stamp() { printf '%s %s' "$(date '+%Y-%m-%d %H:%M:%S')" "$host"; }
 
 log_dir() { # -> $logs
     if [ -n "${MIGRATOR_HOOK_LOGS:-}" ]; then
@@ -73,7 +75,7 @@ log_dir() { # -> $logs
 log() { # line
     [ -n "$logs" ] || return 0
     if ! {
-        if [ -z "$logged" ]; then mkdir -p "$logs" && printf 'stop: %s\n' "$clock" >>"$logs/preStop.log"; fi &&
+        if [ -z "$logged" ]; then mkdir -p "$logs" && printf 'stop: %s %s\n' "$clock" "$host" >>"$logs/preStop.log"; fi &&
             printf '%s\n' "$1" >>"$logs/preStop.log"
     } 2>/dev/null; then
         printf 'preStop: cannot write %s: name a directory that can be written in MIGRATOR_HOOK_LOGS\n' \
@@ -93,8 +95,8 @@ finish() { # exit code, reason
     exit "$1"
 }
 
-read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $error
-    word='' pids='' request='' deadline='' ckpt='' error=''
+read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $late $error
+    word='' pids='' request='' deadline='' ckpt='' late='' error=''
     [ -f "$signal" ] || return 0
     {
         # A last line without its newline counts, hence the test behind each read.
@@ -110,6 +112,7 @@ read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline
                 request=*) request=${line#*=} ;;
                 deadline=*) deadline=${line#*=} ;;
                 ckpt=*) ckpt=${line#*=} ;;
+                late=*) late=${line#*=} ;;
                 error=*) error=${line#*=} ;;
             esac
             line=
@@ -136,6 +139,23 @@ anyone_alive() { # pids, separated by commas
         # A file that outlived its container may name a process that is now this very one.
         [ -n "$number" ] && [ "$number" != "$$" ] && is_alive "$number" && return 0
     done
+    return 1
+}
+
+# Ranks of one pod end one after the other, and some of them behind the last look at the signal file.
+all_finished() { # pids, separated by commas: each has noted that its script came to its end
+    list=$1,
+    while [ -n "$list" ]; do
+        number "${list%%,*}"
+        list=${list#*,}
+        list=${list# }
+        is_noted "$number" || return 1
+    done
+}
+
+is_noted() { # pid
+    [ -f "$signal.ended" ] || return 1
+    while read -r noted; do [ "$noted" != "$1" ] || return 0; done 2>/dev/null <"$signal.ended"
     return 1
 }
 
@@ -214,7 +234,10 @@ is_for_us() {
 
 report() { # what the answer says
     case $word in
-        resume) finish 0 saved ;;
+        resume)
+            [ -z "$late" ] || finish 8 "saved, but $late"
+            finish 0 saved
+            ;;
         *) finish 6 "the trainer could not save: ${error:-it gave no reason}" ;;
     esac
 }
@@ -306,6 +329,7 @@ while :; do
     if [ -n "$waiting_for" ] && ! anyone_alive "$waiting_for"; then
         dead=$((dead + 1))
         # Once more, for an answer that was its last act.
+        [ "$dead" -ge 2 ] && all_finished "$waiting_for" && finish 3 "the trainer finished by itself"
         [ "$dead" -ge 2 ] && finish 4 "the trainer died before it answered (pids $waiting_for)"
     else
         dead=0

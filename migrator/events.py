@@ -23,6 +23,7 @@ EVENTS = {
     "other_lineage": "ckpts of another lineage lie beside ours; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",
+    "not_waiting": "an earlier life died while it was saving; nobody waits for it any more",
     "setting_unknown": "a variable with our prefix that is no setting: a typo?",
     "setting_alias": "a variable of the predecessor is in use",
     # loading
@@ -62,6 +63,7 @@ EVENTS = {
     # news
     "signal": "the news that this pod must leave",
     "signal_ignored": "the signal file says something that is no request",
+    "sigterm_silenced": "C code had taken SIGTERM away from Python; it was taken back",
     "handler_held_back": "another SIGTERM handler wanted to end the process; it has to wait for the save",
     "loader_error_swallowed": "the loader failed while a signal is pending; the step before is being saved",
     # saving
@@ -70,6 +72,7 @@ EVENTS = {
     "part_written": "a rank's bytes are durable",
     "committed": "the ckpt exists",
     "joined": "the step is saved already; nothing was written twice",
+    "later_life": "a later life of the job has begun without this ckpt and goes on without it",
     "save_failed": "a save could not be made durable; the ckpt before is untouched",
     "save_retry": "a save failed for a reason that may pass; it is tried again",
     "save_late": "a requested save is made at the next safe point",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import Any, Protocol, TypeVar
 
-from migrator import events, settings
+from migrator import events, last_word, settings
 from migrator.errors import UsageError
 from migrator.life import Life
 from migrator.loop import Batches
@@ -36,6 +36,7 @@ class Migrator:
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
         arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
         """
+        last_word.explain_errors()
         if self._life is not None:
             raise UsageError(
                 f"register({name!r}, ...) after listening(): it would be missing in saves made meanwhile "
@@ -62,6 +63,7 @@ class Migrator:
         """
         import threading
 
+        last_word.explain_errors(signal=signal)
         if self._life is not None:
             raise UsageError("listening() was called already: once is enough.")
         if threading.current_thread() is not threading.main_thread():

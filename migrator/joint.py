@@ -205,6 +205,8 @@ class JointSaver(Saver):
             self.newest, self._misses = saved, 0
             if saved.size:
                 self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            if self._ranks.rank == 0:
+                self._look_for_later(saved)
             self._retire()
             return saved, None
         except GivenUp:
@@ -278,7 +280,7 @@ class JointSaver(Saver):
         except Exception as error:  # whatever it is, the hook must hear of it
             return self._not_saved(error)
         self.newest = saved
-        return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
+        return self._outcome(saved)
 
     def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
         if not (self._shop.writes and (self._leaving.pod_is_dying or self._shop.rank == 0)):

@@ -38,6 +38,8 @@ class Outcome:
     ckpt: str | None = None
     step: int | None = None
     size: int = 0
+    late: str | None = None
+    """Who goes on without this ckpt, though it is safe."""
 
 
 class Leaving:
@@ -107,7 +109,8 @@ class Leaving:
         self._sigterm.raise_now = self.migrated
         end_s = time.monotonic() + CALL_BACK_S
         while not (self._sigterm.was_raised.is_set() or self.main_is_out.is_set()):
-            if time.monotonic() > end_s:
+            # The script's own handler may be saving something, too. It has the whole grace for that.
+            if time.monotonic() > (max(end_s, self.news.deadline_s) if self._sigterm.is_in_handler else end_s):
                 self.exit_now("the main thread did not come back")
             self._sigterm.call_main()
             self._sigterm.was_raised.wait(0.1)

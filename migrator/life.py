@@ -26,6 +26,7 @@ from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
     CkptMismatch,
+    MigratorError,
     NoUsableCkpt,
     ResumeIgnored,
     SaveFailed,
@@ -46,6 +47,7 @@ from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
 from migrator.signal_file import SignalFile
+from migrator.signal_owner import SignalOwner
 from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
@@ -84,11 +86,14 @@ class Life:
         self._forward_hook: Any = None
 
         self._file = SignalFile(settings.signal)
+        self._owner = SignalOwner(settings.signal)
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
         events.rank = rank
         self._team = None if size == 1 else Team(ranks.join(), settings, registry, self._storage)
         if self._team is None:
+            # Before anything on the volume says that another life has begun.
+            self._owner.take()
             self._begin_generation({"ranks": 1})
         else:
             self._team.meet(self._begin_generation_for_all)
@@ -126,7 +131,8 @@ class Life:
         self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
         self._say_where()
         lineage.wait_for_leaving(storage, self._generation.lineage)
-        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        number, ours = self._generation.number, self._generation.lineage
+        self._candidates = lineage.go_on(storage, number, lambda: lineage.ckpts(storage, ours))
         self._legacy = self._find_legacy()
         self._check_required()
 
@@ -212,7 +218,10 @@ class Life:
         deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
         if self._team is not None and self._team.pod.position != 0:
             return
+        if self._team is not None:
+            self._owner.take()
         self._saver.for_hook.remove()
+        self._file.forget_ends()
         if deadline is None:
             pids = [os.getpid()] if self._team is None else self._team.pids
             self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
@@ -625,13 +634,25 @@ class Life:
         self._stop_waiting_for_forward()
         self._sigterm.close()
         if self._leaving.news is None:
-            if self._team is None or self._team.is_last_of_pod():
-                self._file.remove()
+            self._file.note_end()
+            if self._team is None or self._team.is_last_of_pod(self._file.ended()):
+                self._remove_signal_file()
+            self._owner.release()
             return
         self._wait_for_hook()
+        self._owner.release()
         if getattr(sys, "last_value", None) is not None:
             # An exception ended the script while it was leaving. The code must still say: start me again.
             self._leaving.exit_now("an exception came while leaving")
+
+    def _remove_signal_file(self) -> None:
+        """Only if it is this process' own: where files cannot be locked another one may have written it since."""
+        try:
+            found = self._file.read()
+        except MigratorError:
+            return  # nothing that a trainer has written
+        if found is None or not found.pids or os.getpid() in found.pids:
+            self._file.remove()
 
     def _wait_for_hook(self) -> None:
         """The container may end with this process, and the hook with it, before it has read its answer."""

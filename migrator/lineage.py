@@ -7,9 +7,12 @@ even if an earlier life that would not die still commits a higher step.
 
 Kubernetes may start a new life while the old one is still saving. So a life that
 leaves says so by a mark beside its record, and the next one waits for its ckpt,
-at most for the time the mark names, by its own clock.
+at most for the time the mark names, by its own clock. As long as the leaving process
+lives it changes its mark. Clocks of two nodes differ, so only changes count: a mark
+that has not changed for a while belongs to a process that is dead.
 
-The price: after a kill in the middle of a leaving save the next life waits that time in vain.
+The price: after a kill in the middle of a leaving save the next life, if it starts
+elsewhere, waits some seconds in vain.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from migrator import identity
 from migrator.errors import CkptCorrupt, StorageError
 from migrator.events import log
 from migrator.manifest import LIMIT, NAME, Manifest, ckpt_name, parse_ckpt_name, seal, unseal
@@ -32,10 +36,17 @@ DIRECTORY = "generations"
 STALE = 10
 """A mark this many times older than the grace it names is over, whatever the clocks say."""
 
+BEAT_S = 1.0
+"""How often a process that leaves changes its mark."""
+SILENT_S = 10.0
+"""A mark that has not changed for this long is that of a dead process. A wrong guess costs the save of a living one,
+a long wait only seconds: a full node or a slow volume may well hold a beat back for half of this."""
+
 NOT_A_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.EFBIG})
 """What reading says where there is no file, or something that is none of ours: damage, not a failing volume."""
 
 _RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
+_NOTE = re.compile(r"([0-9]{6,18})\.from", re.ASCII)
 _RECORD_LIMIT = 1 << 20
 _GRACE_IF_UNREADABLE_S = 30.0
 _GRACE_MAX_S = 3600.0
@@ -143,10 +154,72 @@ def make_durable(storage: LocalStorage, name: str) -> None:
     storage.sync_directory()
 
 
+@dataclass(frozen=True)
+class LeavingMark:
+    """Says that a save is under way which the next life should wait for, at most `grace_s`."""
+
+    grace_s: float
+    by: Mapping[str, Any] | None = None
+    """The only process that makes the save, if there is only one (`identity`)."""
+    beat: int | None = None
+    """Changes as long as that process lives; None: it does not promise that."""
+
+    def to_bytes(self) -> bytes:
+        """As many in each beat."""
+        fields: dict[str, Any] = {"grace_s": float(self.grace_s)}
+        fields |= {} if self.by is None else {"by": dict(self.by)}
+        fields |= {} if self.beat is None else {"beat": f"{self.beat:09d}"}
+        return json.dumps(fields).encode("ascii")
+
+
+def go_on(storage: LocalStorage, generation: int, find: Callable[[], list[str]]) -> list[str]:
+    """What this life may load, best first, and a note of what it goes on from.
+
+    A life before it that commits later reads the note, and says that this one does not have its ckpt. Without the
+    second look a ckpt could come behind the first one, and its maker look before the note is there.
+    """
+    found = find()
+    while True:
+        note = json.dumps({"from": found[0] if found else None}).encode("ascii")
+        storage.put(_note(generation), note, exclusive=False)
+        again = find()
+        if again[:1] == found[:1]:
+            return again
+        found = again
+
+
+def gone_on_without(storage: LocalStorage, generation: int, ckpt: str) -> str | None:
+    """The later life, in words, that has begun and does not have this ckpt; None if there is none.
+
+    One without a note is still looking, and will find it.
+    """
+    noted = {int(match[1]) for name in storage.list(DIRECTORY) if (match := _NOTE.fullmatch(name))}
+    later = max((number for number in noted if number > generation), default=None)
+    if later is None:
+        return None
+    try:
+        origin = json.loads(storage.get(_note(later), limit=_RECORD_LIMIT))["from"]
+    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
+        origin = "a ckpt that is not known"
+    if origin == ckpt:
+        return None
+    begun = "began anew" if origin is None else f"went on from {origin!s:.80}"
+    return f"a later life of the job (generation {later}) {begun} and does not have it"
+
+
 def mark_leaving(storage: LocalStorage, generation: int, grace_s: float) -> None:
-    """Say that a save is under way which the next life should wait for, at most `grace_s`."""
-    data = json.dumps({"grace_s": float(grace_s)}).encode("ascii")
-    storage.put(_mark(generation), data, exclusive=False)
+    """Put a mark of a process that will not change it."""
+    put_mark(storage, generation, LeavingMark(grace_s))
+
+
+def put_mark(storage: LocalStorage, generation: int, mark: LeavingMark) -> None:
+    """Make the mark durable."""
+    storage.put(_mark(generation), mark.to_bytes(), exclusive=False)
+
+
+def beat(storage: LocalStorage, generation: int, mark: LeavingMark) -> None:
+    """Change a mark that is there, without a sync: that would take its time on a busy volume."""
+    storage.overwrite(_mark(generation), mark.to_bytes())
 
 
 def unmark_leaving(storage: LocalStorage, generation: int) -> None:
@@ -170,24 +243,59 @@ def wait_for_leaving(
 ) -> float:
     """Wait for the saves of earlier lives that are still leaving; returns the seconds waited.
 
-    Each wait is over when the mark is gone, when a ckpt was committed after it, or when the
-    grace it names has passed by our clock.
+    Each wait is over when the mark is gone, when a ckpt was committed after it, when the process
+    that made it shows no sign of life any more, or when the grace it names has passed by our clock.
     """
     begin = clock()
+    awaited: dict[int, tuple[_Mark, _Pulse]] = {}
     for generation in sorted(lineage[1:], reverse=True):
         mark = _read_mark(storage, generation)
-        if mark is None or not is_leaving(storage, generation):
-            continue
-        told = False
-        while (left := begin + mark.grace_s - clock()) > 0:
+        if mark is not None and is_leaving(storage, generation):
+            awaited[generation] = mark, _Pulse(clock)
+    told: set[int] = set()
+    while awaited:
+        pause_s = poll_s
+        for generation, (first, pulse) in list(awaited.items()):
             mark = _read_mark(storage, generation)
-            if mark is None or _is_superseded(storage, lineage, generation, mark):
-                break
-            if not told:
-                told = True
-                log("waiting_for_leaving", generation=generation, at_most_s=left)
-            sleep(min(poll_s, left))
+            left_s = 0.0 if mark is None else begin + mark.grace_s - clock()
+            if mark is None or left_s <= 0 or _is_superseded(storage, lineage, generation, first.since):
+                del awaited[generation]
+                continue
+            why = pulse.why_dead(mark, at_most_s=2 * poll_s)
+            if why is not None:
+                log("not_waiting", level=logging.WARNING, generation=generation, why=why)
+                del awaited[generation]
+                continue
+            if generation not in told:
+                told.add(generation)
+                log("waiting_for_leaving", generation=generation, at_most_s=left_s)
+            pause_s = min(pause_s, left_s)
+        if awaited:
+            sleep(pause_s)
     return clock() - begin
+
+
+class _Pulse:
+    """Tells from the looks at a mark whether the process that made it is dead."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._text: bytes | None = None
+        self._looked_s = clock()
+        self._silent_s = 0.0
+
+    def why_dead(self, mark: _Mark, *, at_most_s: float) -> str | None:
+        """None: it may live. Each look adds what has passed since the last one, but not the time in which our own side
+        of the volume did not answer: a server that hangs holds back beats and looks alike."""
+        now_s = self._clock()
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        self._silent_s = 0.0 if mark.text != self._text else self._silent_s + min(passed_s, at_most_s)
+        self._text = mark.text
+        if mark.by is not None and identity.has_ended(mark.by):
+            return "its process has ended"
+        if mark.beats and self._silent_s > SILENT_S:
+            return f"no sign of life for {self._silent_s:.0f} s"
+        return None
 
 
 @dataclass(frozen=True)
@@ -195,9 +303,12 @@ class _Mark:
     grace_s: float
     since: float
     """By the storage's clock."""
+    text: bytes = b""
+    by: Mapping[str, Any] | None = None
+    beats: bool = False
 
 
-def _is_superseded(storage: LocalStorage, lineage: tuple[int, ...], generation: int, mark: _Mark) -> bool:
+def _is_superseded(storage: LocalStorage, lineage: tuple[int, ...], generation: int, since: float) -> bool:
     """Whether waiting gains nothing: the save is committed, or a later life has a ckpt that comes first."""
     for name in ckpts(storage, lineage)[:1]:
         newest = parse_ckpt_name(name)
@@ -205,7 +316,7 @@ def _is_superseded(storage: LocalStorage, lineage: tuple[int, ...], generation: 
             return True
     for name in ckpts(storage, (generation,)):
         committed = storage.modified(f"{name}/{NAME}")
-        if committed is not None and committed >= mark.since:
+        if committed is not None and committed >= since:
             return True
     return False
 
@@ -219,8 +330,11 @@ def _read_mark(storage: LocalStorage, generation: int) -> _Mark | None:
         return None  # a link: no life of ours makes one
     if since is None:
         return None
+    text, found = b"", {}
     try:
-        grace_s = float(json.loads(storage.get(_mark(generation), limit=_RECORD_LIMIT))["grace_s"])
+        text = storage.get(_mark(generation), limit=_RECORD_LIMIT)
+        found = json.loads(text)
+        grace_s = float(found["grace_s"])
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
@@ -230,7 +344,10 @@ def _read_mark(storage: LocalStorage, generation: int) -> _Mark | None:
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         grace_s = _GRACE_IF_UNREADABLE_S
     # Also for nan: a mark never makes the next life wait without end.
-    return _Mark(min(grace_s, _GRACE_MAX_S) if grace_s >= 0 else _GRACE_IF_UNREADABLE_S, since)
+    grace_s = min(grace_s, _GRACE_MAX_S) if grace_s >= 0 else _GRACE_IF_UNREADABLE_S
+    about = found if isinstance(found, dict) else {}
+    by = about.get("by")
+    return _Mark(grace_s, since, text, by if isinstance(by, dict) else None, "beat" in about)
 
 
 def _lineage(
@@ -300,3 +417,7 @@ def record_name(number: int) -> str:
 
 def _mark(number: int) -> str:
     return f"{DIRECTORY}/{number:06d}.leaving"
+
+
+def _note(number: int) -> str:
+    return f"{DIRECTORY}/{number:06d}.from"

@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from migrator import environment, lineage, retention, signal_file
+from migrator import identity, lineage, retention, signal_file
 from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
 from migrator.gate import Phase
+from migrator.heartbeat import Heartbeat
+from migrator.last_word import LastWord
 from migrator.leaving import Leaving, Outcome
+from migrator.lineage import LeavingMark
 from migrator.progress import ForHook, Progress
 from migrator.saving import Aside, Attempt, GivenUp, Saved, Unclean, Workshop, failed_text, room_for
 from migrator.settings import Every, Settings
@@ -79,6 +82,9 @@ class Saver(threading.Thread):
         """Ckpts that turned out corrupt while loading."""
         self.is_busy = False
         self.for_hook = ForHook(file.path)
+        self._last_word = LastWord(settings.termination_log)
+        self._heartbeat: Heartbeat | None = None
+        self._later: str | None = None
         self.explain_nothing: Callable[[], Outcome] = lambda: Outcome(False, "nothing to save")
         """What to answer if nothing was trained yet."""
 
@@ -126,6 +132,11 @@ class Saver(threading.Thread):
             return
         if self._speaks():
             self.for_hook.begin()
+            left_s = news.deadline_s - time.monotonic()
+            self._last_word.begin(
+                f"told to leave by {news.source}, {left_s:.0f} s before the end of the grace, and ended before it "
+                f"could say what was saved (the ckpt before: {self._name_of_newest()})"
+            )
         log("signal", source=news.source, grace_left_s=news.deadline_s - time.monotonic())
         with self._cond:
             self._cond.notify_all()
@@ -203,6 +214,7 @@ class Saver(threading.Thread):
         error: Exception | None = None
         try:
             saved = self._save(Why.ASKED if tickets else Why.PERIODIC)
+            self._look_for_later(saved)
             self._retire()
         except GivenUp:
             error = SaveFailed("the save was given up: the pod is leaving and the newest step is saved instead")
@@ -345,6 +357,8 @@ class Saver(threading.Thread):
             tickets, self._tickets = self._tickets, []
         self._mark(is_leaving=True)
         outcome = self._last_save()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._answer(outcome)
         self._mark(is_leaving=False, is_safe=outcome.is_safe)
         if outcome.is_safe:
@@ -366,7 +380,7 @@ class Saver(threading.Thread):
         while True:
             try:
                 saved = self._save(Why.LEAVING)
-                return Outcome(True, "saved", saved.ckpt, saved.step, saved.size)
+                return self._outcome(saved)
             except Exception as error:  # whatever it is, the hook must hear of it
                 transient = isinstance(error, StorageError) and error.transient
                 if not transient or self._leaving.left_s < pause_s:
@@ -374,6 +388,26 @@ class Saver(threading.Thread):
                 log("save_retry", level=logging.WARNING, why=failed_text(error), after_s=pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 4.0)
+
+    def _outcome(self, saved: Saved) -> Outcome:
+        late = self._look_for_later(saved)
+        why = "saved" if late is None else f"saved, but {late}"
+        return Outcome(True, why, saved.ckpt, saved.step, saved.size, late)
+
+    def _look_for_later(self, saved: Saved) -> str | None:
+        """A life that was thought dead, or is replaced already, saves for nobody. It is said and not hidden."""
+        shop = self._shop
+        if not shop.writes:
+            return None
+        try:
+            late = lineage.gone_on_without(shop.storage, shop.generation.number, saved.ckpt)
+        except StorageError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
+            return None
+        if late is not None and late != self._later:
+            self._later = late
+            log("later_life", level=logging.WARNING, ckpt=saved.ckpt, means=late)
+        return late
 
     def _not_saved(self, error: Exception) -> Outcome:
         why = failed_text(error) if isinstance(error, StorageError) else str(error) or repr(error)
@@ -386,7 +420,11 @@ class Saver(threading.Thread):
         try:
             number = self._shop.generation.number
             if is_leaving:
-                lineage.mark_leaving(self._shop.storage, number, max(1.0, self._leaving.left_s))
+                by = identity.mine() if self._shop.size == 1 else None  # what several make goes on without one of them
+                mark = LeavingMark(max(1.0, self._leaving.left_s), by, beat=0)
+                lineage.put_mark(self._shop.storage, number, mark)
+                self._heartbeat = Heartbeat(self._shop.storage, number, mark)
+                self._heartbeat.start()
             else:
                 lineage.unmark_leaving(self._shop.storage, number)
         except MigratorError as error:
@@ -396,7 +434,8 @@ class Saver(threading.Thread):
         news = self._leaving.news
         assert news is not None
         took_s = time.monotonic() - news.deadline_s + news.grace_s
-        level = logging.INFO if outcome.is_safe or not self._has_trained() else logging.ERROR
+        is_well = (outcome.is_safe and outcome.late is None) or not self._has_trained()
+        level = logging.INFO if is_well else logging.ERROR
         log(
             "leaving",
             level=level,
@@ -408,7 +447,7 @@ class Saver(threading.Thread):
         )
         if self._speaks() or self._nobody_answers():
             # Before the answer: with that the container may end.
-            environment.tell_kubelet(_last_word(outcome, took_s), self._settings.termination_log)
+            self._last_word.say(_last_word(outcome, took_s))
             self._write_answer(outcome, took_s)
             self.for_hook.remove()
 
@@ -430,7 +469,7 @@ class Saver(threading.Thread):
         """The request that is in the file now gets its answer, whichever brought the news."""
         fields: dict[str, object] = {"ckpt": outcome.ckpt, "step": outcome.step}
         if outcome.is_safe:
-            fields |= {"bytes": outcome.size, "seconds": f"{took_s:.3f}"}
+            fields |= {"bytes": outcome.size, "seconds": f"{took_s:.3f}", "late": outcome.late}
         else:
             fields |= {"error": outcome.why}
         try:
@@ -452,6 +491,6 @@ class Saver(threading.Thread):
 def _last_word(outcome: Outcome, took_s: float) -> str:
     """For people who ask the cluster what became of the pod."""
     if not outcome.is_safe:
-        return f"migrator: not saved: {outcome.why}"
+        return f"not saved: {outcome.why}"
     what = f"ckpt {outcome.ckpt}, step {outcome.step}, {outcome.size} bytes, {took_s:.2f} s after the signal"
-    return f"migrator: {outcome.why}: {what}"
+    return f"{outcome.why}: {what}"

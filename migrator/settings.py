@@ -7,6 +7,7 @@ together, each with the variable, the value and what is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -182,6 +183,27 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
     return Settings(**values, legacy_file=legacy)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Files beside the ckpts, as far as they can be told without a complaint."""
+
+    signal: Path = Path("/tmp/migrator/signal")
+    termination_log: Path = Settings.termination_log
+
+
+def places(environ: Mapping[str, str]) -> Places:
+    """For whoever has to know them although the settings as a whole are wrong."""
+    found: dict[str, Path] = {}
+    for name, variables in (
+        ("signal", ("MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH")),
+        ("termination_log", (TERMINATION_LOG,)),
+    ):
+        with contextlib.suppress(ValueError):
+            given = next((environ[variable] for variable in variables if environ.get(variable)), "")
+            found |= {name: _file(given)} if given else {}
+    return Places(**found)
 
 
 def _text(given: object) -> str:

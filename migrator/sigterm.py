@@ -14,6 +14,13 @@ nothing else; after the commit it raises `Migrated`.
 Old handlers are kept, called and put back. Forked children get none of this:
 their SIGTERM is not our news.
 
+A script or a framework may set a handler of its own later, and nearly all of them
+call the one they found: ours. So ours is not one function. Each time it is put
+back it is a new function that calls the handler which it replaced, and that one
+calls the function it found, which is an older one of ours and calls what came
+before *it*. Each handler of the chain runs once. A framework that puts back what
+it found puts back an older function of ours, with nothing of the framework in it.
+
 A rank that multiprocessing started hears of its parent's end by SIGINT (torch's
 `mp.spawn` asks the kernel for it). With the parent gone that is the same news;
 while the parent lives SIGINT stays what it was.
@@ -32,11 +39,22 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from migrator import sigaction
 from migrator.events import log
+
+Handler = Callable[[int, "FrameType | None"], None]
 
 _installed: weakref.WeakSet[Sigterm] = weakref.WeakSet()
 _fork = threading.local()
 _at_fork_is_set = False
+
+
+class _Link:
+    """What one of our handler functions replaced."""
+
+    def __init__(self, replaced: Any) -> None:
+        self.replaced = replaced
+        self.is_calling = False
 
 
 class Sigterm:
@@ -51,8 +69,15 @@ class Sigterm:
         self.was_raised = threading.Event()
         self.is_exiting = False
         """The interpreter is on its way out: nothing is raised any more."""
-        self._handler = self._handle
-        self._previous: Any = None
+        self._pid = os.getpid()
+        self._links: weakref.WeakKeyDictionary[Handler, _Link] = weakref.WeakKeyDictionary()
+        """Our handler functions that somebody still holds."""
+        self._handler: Handler | None = None
+        """The newest of them."""
+        self._calling = 0
+        self._action: sigaction.Action | None = None
+        """What the kernel is to do at SIGTERM: run the interpreter's own C function."""
+        self._taken_by: set[int] = set()
         self._passed_on_to: tuple[int, tuple[int, int]] | None = None
         self._main: int | None = None
         self._interrupt_handler = self._handle_interrupt
@@ -64,7 +89,7 @@ class Sigterm:
         """Main thread only."""
         global _at_fork_is_set
         self._main = threading.get_ident()
-        self._previous = signal.signal(signal.SIGTERM, self._handler)
+        self._put_in_place(signal.getsignal(signal.SIGTERM))
         if multiprocessing.parent_process() is not None:
             self._parent = os.getppid()
             self._previous_interrupt = signal.signal(signal.SIGINT, self._interrupt_handler)
@@ -80,8 +105,43 @@ class Sigterm:
         if fd != self._write_fd:
             self._remember(fd)
             log("wakeup_fd_taken", level=logging.DEBUG, fd=fd)
-        if signal.getsignal(signal.SIGTERM) is not self._handler:
-            self._previous = signal.signal(signal.SIGTERM, self._handler)
+        present = signal.getsignal(signal.SIGTERM)
+        if present is not self._handler and self._link_of(present) is None:
+            self._put_in_place(present)
+
+    def _put_in_place(self, present: Any) -> None:
+        link = _Link(present)
+
+        # A plain function: there are frameworks that call no other kind of handler.
+        def handle(number: int, frame: FrameType | None) -> None:
+            self._handle(number, frame, link)
+
+        self._links[handle] = link
+        self._handler = handle
+        signal.signal(signal.SIGTERM, handle)
+        self._action = sigaction.read(signal.SIGTERM)
+
+    def keep_heard(self) -> None:
+        """The watcher's thread, now and then: C code may have taken SIGTERM away from the interpreter."""
+        found = sigaction.read(signal.SIGTERM)
+        if self._action is None or found is None or self.is_exiting:
+            return
+        # The default and "ignored" are set by way of Python, which `take_back` sees.
+        if found.function in (self._action.function, 0, 1) or found.calls_on:
+            return
+        sigaction.write(signal.SIGTERM, self._action)
+        if found.function not in self._taken_by:
+            self._taken_by.add(found.function)
+            log(
+                "sigterm_silenced",
+                level=logging.WARNING,
+                means="C code had taken SIGTERM, so that this process would not have heard it; it was taken back. "
+                "faulthandler.register(signal.SIGTERM) does that: give it chain=True, and both are called",
+            )
+
+    def _link_of(self, handler: Any) -> _Link | None:
+        """None: it is none of ours."""
+        return next((link for ours, link in self._links.items() if ours is handler), None)
 
     def _remember(self, fd: int) -> None:
         self._passed_on_to = None if fd < 0 else (fd, _identity(fd))
@@ -110,12 +170,19 @@ class Sigterm:
         except OSError:
             self._passed_on_to = None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    @property
+    def is_in_handler(self) -> bool:
+        """A handler of the script's is running now."""
+        return self._calling > 0
+
+    def _handle(self, number: int, frame: FrameType | None, link: _Link) -> None:
+        if os.getpid() != self._pid:
+            # A forked child, where a handler of the script calls this one: the pipe is the parent's.
+            if callable(link.replaced):
+                link.replaced(number, frame)
+            return
         if self.raise_now is not None and not self.is_exiting:
-            # Once only: the next one would break into the script's own clean-up. And not in a
-            # finalizer, where an exception is printed and forgotten.
-            if not self.was_raised.is_set() and not _is_in_finalizer(frame):
-                raise self.raise_now()
+            self._raise_once(frame)
             return
         self.is_heard = True
         quieten_sigchld()
@@ -123,21 +190,38 @@ class Sigterm:
             os.write(self._write_fd, bytes([signal.SIGTERM]))
         except OSError:
             pass  # the pipe is full: of news
-        self._call_previous(number, frame)
+        self._call_replaced(number, frame, link)
+        if self.raise_now is not None and not self.is_exiting:
+            # The state became safe while the script's handler ran.
+            self._raise_once(frame)
+
+    def _raise_once(self, frame: FrameType | None) -> None:
+        # Once only: the next one would break into the script's own clean-up. And not in a finalizer, where an
+        # exception is printed and forgotten, nor in a handler of the script's, whose end comes first.
+        if self.raise_now is None or self.was_raised.is_set() or self.is_in_handler or _is_in_finalizer(frame):
+            return
+        raise self.raise_now()
 
     def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._is_orphan():
-            self._handle(signal.SIGTERM, frame)
+            present = signal.getsignal(signal.SIGTERM)
+            self._handle(signal.SIGTERM, frame, self._link_of(present) or _Link(present))
         elif callable(self._previous_interrupt):
             self._previous_interrupt(number, frame)
 
-    def _call_previous(self, number: int, frame: FrameType | None) -> None:
-        if not callable(self._previous):
+    def _call_replaced(self, number: int, frame: FrameType | None, link: _Link) -> None:
+        # A handler may look up the present one, which is ours, and call that.
+        if not callable(link.replaced) or link.is_calling:
             return
+        link.is_calling = True
+        self._calling += 1
         try:
-            self._previous(number, frame)
+            link.replaced(number, frame)
         except BaseException as error:  # it must not end the process before the save
             log("handler_held_back", level=logging.WARNING, wanted=repr(error))
+        finally:
+            self._calling -= 1
+            link.is_calling = False
 
     def call_main(self) -> None:
         """Interrupt whatever the main thread does, and run the handler there."""
@@ -163,8 +247,9 @@ class Sigterm:
         """In a forked child."""
         self.is_exiting = True
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is self._handler:
-            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+        link = self._link_of(signal.getsignal(signal.SIGTERM))
+        if link is not None:
+            signal.signal(signal.SIGTERM, link.replaced if link.replaced is not None else signal.SIG_DFL)
         self._put_interrupt_back()
 
     def _put_interrupt_back(self) -> None:

@@ -16,11 +16,20 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from migrator import environment, lineage, loading
 from migrator.agreement import Line
-from migrator.errors import CkptCorrupt, CkptMismatch, MigratorError, RanksError, RegistrationError, StorageError
+from migrator.errors import (
+    CkptCorrupt,
+    CkptMismatch,
+    MigratorError,
+    RanksError,
+    RegistrationError,
+    SettingsError,
+    StorageError,
+)
 from migrator.events import log
 from migrator.joint import Pod
 from migrator.lineage import Generation
@@ -29,6 +38,7 @@ from migrator.ranks import Ranks, here
 from migrator.registry import Registry
 from migrator.saving import Workshop
 from migrator.settings import Every, Settings
+from migrator.signal_owner import SignalOwner
 from migrator.storage import LocalStorage
 from migrator.together import ThroughStore
 
@@ -91,9 +101,11 @@ class Team:
     def _meet(self, begin: Callable[[dict[str, Any]], Welcome]) -> None:
         ranks = self.ranks
         registered = {name: kind.kind for name, kind in self._registry}
-        ranks.tell("hello", {**here(self._settings.signal), "registered": registered})
+        taken = SignalOwner(self._settings.signal).other()
+        ranks.tell("hello", {**here(self._settings.signal), "registered": registered, "taken": taken})
         hellos = ranks.gather("hello", "each rank has to call listening() once")
         self._find_pod(hellos)
+        self._check_signal_files(hellos)
         self._check_registered({rank: hello["registered"] for rank, hello in hellos.items()})
         if ranks.rank == 0:
             try:
@@ -120,6 +132,12 @@ class Team:
                 means="rank 0 writes and reads for all; should its pod be lost without notice, so are its ckpts. "
                 "Mount one volume for all pods, or set MIGRATOR_CKPT to one",
             )
+
+    def _check_signal_files(self, hellos: dict[int, Any]) -> None:
+        for rank, hello in hellos.items():
+            if hello["taken"] is not None:
+                refusal = SignalOwner(Path(hello["signal"])).refusal(hello["taken"])
+                raise SettingsError(refusal if rank == self.ranks.rank else f"rank {rank}: {refusal}")
 
     def _check_registered(self, registered: dict[int, dict[str, str]]) -> None:
         lines = []
@@ -267,11 +285,14 @@ class Team:
                 return
             self.ranks.wait(0.02)
 
-    def is_last_of_pod(self) -> bool:
-        """No other rank of this pod needs the signal file any more."""
+    def is_last_of_pod(self, ended: set[int]) -> bool:
+        """No other rank of this pod needs the signal file any more.
+
+        `ended` has to be read behind one's own note in it: of two that end at the same moment one finds both.
+        """
         others = [pid for pid in self.pids if pid != os.getpid()]
         said = {line.rank for line in self.ranks.lines("bye")}
-        return len(said) == self.ranks.size or not any(map(environment.is_alive, others))
+        return len(said) == self.ranks.size or not any(environment.is_alive(pid) for pid in others if pid not in ended)
 
     def close(self) -> None:
         self.ranks.close()

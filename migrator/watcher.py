@@ -108,6 +108,7 @@ class Watcher(threading.Thread):
                 self._look()
             except MigratorError as error:
                 log("watch_weak", level=logging.WARNING, way="signal file", error=error)
+            self._sigterm.keep_heard()
             ready = {fd for fd, _ in poll.poll(LISTING_S * 1000)}
             if self._sigterm.read_fd in ready and self._sigterm.drain():
                 self._on_news(News("SIGTERM", time.monotonic() + self._grace_s, self._grace_s))

@@ -31,7 +31,9 @@ from typing import Any
 
 import pytest
 
+from migrator import identity
 from migrator.events import EVENTS
+from migrator.lineage import LeavingMark
 from migrator.signal_file import RESUME, SignalFile
 from tests import chance
 from tests.gang import Gang, is_running, state_of
@@ -106,6 +108,12 @@ def newest_part_is_damaged(directory: Path) -> None:
     part.write_bytes(data)
 
 
+def life_before_was_killed(directory: Path) -> None:
+    """On this machine, while it saved."""
+    mark = LeavingMark(1.0, {**identity.mine(), "started": "1"})
+    (directory / "generations" / "000001.leaving").write_bytes(mark.to_bytes())
+
+
 def volume_is_in_a_bad_way(directory: Path) -> None:
     """The newest ckpt is damaged, the record of the life before as well, and that one has not said that it is gone."""
     newest_part_is_damaged(directory)
@@ -130,16 +138,24 @@ SCENARIOS = [
     # One process.
     Scenario(
         "periodic",
-        {**EVERY_3, **KEEP_1, **odd("costly", "asks"), "STOP": "14", "STOP_HOW": "file", "AWAIT": "committed:3"},
+        {
+            **EVERY_3,
+            **KEEP_1,
+            **odd("costly", "asks", "replaced already"),
+            "STOP": "14",
+            "STOP_HOW": "file",
+            "AWAIT": "committed:3",
+        },
     ),
     Scenario(
         "leaving",
         {
             **OFF,
-            **odd("handler of its own", "no mark", "failing last part", "no directory", "hangs"),
+            **odd("handler of its own", "silenced", "no mark", "failing last part", "no directory", "hangs"),
             "STOP": "8",
         },
         after="one",
+        damage=life_before_was_killed,
         begins_at=5,
     ),
     Scenario(

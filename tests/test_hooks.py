@@ -60,6 +60,11 @@ while os.getppid() == tests:
     elif how == "answers and dies":
         file.write("resume", request=request, ckpt="000001-000000000007")
         os._exit(0)
+    elif how == "saves too late":
+        file.write("resume", request=request, ckpt="000001-000000000007", late="a later life of the job went on")
+    elif how == "finishes late":
+        file.note_end()
+        os._exit(0)
     elif how == "dies":
         os._exit(9)
     elif how == "finishes":
@@ -201,9 +206,10 @@ def test_saved(pod: Pod) -> None:
 
     assert pod.stop() == (0, "")
 
-    when = r"2\d{3}-\d\d-\d\d \d\d:\d\d:\d\d"
+    pod_name = re.escape(socket.gethostname())
+    when = rf"2\d{{3}}-\d\d-\d\d \d\d:\d\d:\d\d {pod_name}"
     stop, saving, finish = pod.log
-    assert re.fullmatch(r"stop: [A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ 2\d{3}", stop)
+    assert re.fullmatch(rf"stop: [A-Z][a-z]{{2}} [A-Z][a-z]{{2}} [ \d]\d \d\d:\d\d:\d\d \S+ 2\d{{3}} {pod_name}", stop)
     assert re.fullmatch(rf"{when} saving ckpts\.\.\.", saving)
     assert re.fullmatch(rf"{when} finish ckpts!", finish)
     assert line_of(trainer).startswith("asked ")
@@ -263,6 +269,14 @@ def test_a_failed_save_is_told(pod: Pod, how: str, reason: str) -> None:
     assert pod.log[-1].endswith(f" the trainer could not save: {reason}")
 
 
+def test_a_save_that_nobody_goes_on_from_is_told(pod: Pod) -> None:
+    """It is there, and a later life trains without it: that is not what exit code 0 says. Nor does a second hook."""
+    pod.trainer("saves too late")
+
+    for _ in range(2):
+        assert pod.stop() == (8, "preStop: saved, but a later life of the job went on\n")
+
+
 @pytest.mark.parametrize("word", [None, INIT, RESUME, "garbage", ""])
 def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
     """Without a signal file, or with one that names no trainer, the hook ends at once."""
@@ -275,7 +289,8 @@ def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
     assert code == 3
     assert "no trainer listens" in said
     assert str(pod.file.path) in said
-    assert [pod.log[0][:5], pod.log[1][20:38]] == ["stop:", "no trainer listens"]
+    assert pod.log[0].startswith("stop: ")
+    assert pod.log[1].split(" ", 3)[3].startswith("no trainer listens")
     assert word is None or word == pod.file.path.read_text()
 
 
@@ -315,6 +330,24 @@ def test_a_trainer_that_finishes_is_not_waited_for(pod: Pod) -> None:
     code, said = pod.stop()
 
     assert (code, said) == (3, "preStop: the trainer finished by itself: it took the signal file away\n")
+
+
+def test_a_trainer_that_finishes_behind_the_request_did_not_die(pod: Pod) -> None:
+    """Its script was over when the request was written. It has noted its end, and nobody takes it for a crash."""
+    pod.trainer("finishes late")
+
+    assert pod.stop() == (3, "preStop: the trainer finished by itself\n")
+
+
+def test_one_that_dies_beside_one_that_finishes_is_told(pod: Pod, dead: int) -> None:
+    """All ranks of the pod have to have come to their end. What else is in that file is nothing."""
+    trainer = pod.trainer("finishes late")
+    pod.file.write(INIT, pids=f"{dead},{trainer.pid}")
+    pod.file.path.with_name("signal.ended").write_text("\n\0x\n 7\n")
+
+    code, _ = pod.stop()
+
+    assert code == 4
 
 
 def test_the_hook_gives_up_before_the_grace_is_over(pod: Pod) -> None:
@@ -673,7 +706,7 @@ def test_post_start_notes_the_start_and_touches_nothing(pod: Pod) -> None:
     assert pod.stop(POSTSTART) == (0, "")
 
     (line,) = pod.log_of("postStart.log")
-    assert re.fullmatch(r"start: [A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ 2\d{3}", line)
+    assert re.fullmatch(r"start: [A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ 2\d{3} \S+", line)
     assert before == pod.file.fingerprint()
 
 

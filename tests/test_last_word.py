@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from migrator import settings
 from migrator.environment import tell_kubelet
 from migrator.errors import SettingsError
+from migrator.last_word import LastWord
 from migrator.settings import Settings
 from tests.harness import ROOT, Job, Process
+from tests.test_news import COUNT
 
 SMALL = ROOT / "tests" / "jobs" / "small.py"
 RANKED = ROOT / "tests" / "jobs" / "ranked.py"
@@ -173,3 +176,88 @@ def test_where_it_is_can_be_said(caplog: pytest.LogCaptureFixture) -> None:
         settings.read({}, {"MIGRATOR_TERMINATION_LOG": "/dev/"})
     with pytest.raises(SettingsError, match="there is no such setting"):
         settings.read({"termination_log": "/dev/my-log"}, {})
+
+
+def test_a_killed_process_leaves_more_than_nothing(job: Job, place: Path) -> None:
+    """What it was told, when, and which ckpt is there."""
+    stopped(job)
+    (before,) = job.ckpts()
+    life = job.write(COUNT).run(HOLD_COMMIT="1", MIGRATOR_JOB="another")
+    life.wait_for("^step 10$")
+    life.kill()
+    life.wait_for("^holds the commit$")
+    life.kill(signal.SIGKILL)
+    life.wait()
+    assert re.fullmatch(
+        r"migrator: told to leave by SIGTERM, 20 s before the end of the grace, and .* \(the ckpt before: none\)\n",
+        place.read_text(),
+    )
+
+    life = job.write(FAILS.replace("raise StorageError", "os.kill(os.getpid(), 9)\n        raise StorageError")).run(
+        SCRIPT=str(SMALL), STOP_AT="20", WHY=""
+    )
+    life.wait()
+    assert place.read_text().endswith(f"(the ckpt before: {before})\n")
+
+
+def test_the_first_message_never_takes_the_place_of_the_last(tmp_path: Path) -> None:
+    """The watcher's thread may come to it behind the whole save."""
+    (tmp_path / "log").touch()
+    word = LastWord(tmp_path / "log")
+    word.begin("told to leave")
+    assert (tmp_path / "log").read_text() == "migrator: told to leave\n"
+    word.say("saved")
+    word.begin("told to leave")
+
+    assert (tmp_path / "log").read_text() == "migrator: saved\n"
+
+
+UNUSABLE = """
+from migrator import migrator
+migrator.register("state", {})
+migrator.listening(**{})
+migrator.load_ckpt()
+"""
+
+
+def test_an_error_of_ours_at_the_start(job: Job, place: Path) -> None:
+    """A setting, a place that cannot be written, an object that cannot be saved."""
+    life = job.write(UNUSABLE).run(MIGRATOR_KEEP="two", MIGRATOR_GRACE_S="-1")
+    assert life.wait() == 1
+    assert place.read_text().startswith("migrator: SettingsError: settings that cannot be used: MIGRATOR_GRACE_S is")
+    assert "MIGRATOR_KEEP is 'two'" in place.read_text()
+
+    (job.directory / "file").touch()
+    life = job.run(MIGRATOR_CKPT=str(job.directory / "file"))
+    assert life.wait() == 1
+    assert place.read_text().startswith("migrator: StorageError: cannot make the directory")
+
+    life = job.write(UNUSABLE.replace("{})", "{1: print})")).run()
+    assert life.wait() == 1
+    assert place.read_text().startswith("migrator: RegistrationError: ")
+
+
+@pytest.mark.parametrize("error", ["raise ValueError('of the script')", "raise SystemExit(3)"])
+def test_an_error_of_the_script_is_its_own(job: Job, place: Path, error: str) -> None:
+    """What is in the file, or nothing: kubelet may be told to show the log's end then."""
+    job.write(UNUSABLE + error).run().wait()
+
+    assert place.read_text() == BEFORE
+
+
+def test_an_error_that_the_script_takes_is_no_message(job: Job, place: Path) -> None:
+    """It went on without us."""
+    body = UNUSABLE.replace("**{}", "keep='two'").replace("migrator.load_ckpt()", "")
+    job.write("try:\n" + body.replace("\n", "\n    ") + "\nexcept Exception:\n    pass").run().wait()
+
+    assert place.read_text() == BEFORE
+
+
+def test_a_second_process_does_not_speak_for_the_container(job: Job, place: Path) -> None:
+    """An evaluation that is refused, or has settings that are wrong, while the trainer trains."""
+    life = job.write(COUNT).run()
+    life.wait_for("^listens")
+    for wrong in ({}, {"MIGRATOR_KEEP": "two"}):
+        assert job.run(env=wrong).wait() == 1
+
+    assert place.read_text() == BEFORE

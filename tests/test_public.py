@@ -29,13 +29,15 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.it
 FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
 
 LAYERS = [
-    {"errors", "events", "environment", "frames", "iteration"},
-    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress"},
-    {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "between", "place", "testing.errors"},
+    {"errors", "events", "environment", "sigaction", "frames", "iteration"},
+    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner"},
+    {"sigterm", "randomness", "progress", "identity"},
+    {"hooks", "last_word", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
+    {"between", "place"},
     {"parts", "registry", "leaving", "replay", "hooks.__main__"},
     {"manifest", "capture", "legacy", "loop"},
     {"lineage", "gate", "sharing"},
-    {"retention", "loading", "saving"},
+    {"retention", "loading", "saving", "heartbeat"},
     {"saver", "together"},
     {"joint"},
     {"team"},

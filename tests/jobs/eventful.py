@@ -16,6 +16,7 @@ its metrics, which stand in lines of their own (`drew`, `own`).
 
 import ctypes
 import errno
+import faulthandler
 import hashlib
 import logging
 import os
@@ -134,7 +135,7 @@ class Faults:
         self.is_held = False
 
     def install(self):
-        write_part, mark, delete = saving.write_part, lineage.mark_leaving, retention._delete
+        write_part, mark, delete = saving.write_part, lineage.put_mark, retention._delete
 
         def write(storage, path, *args, **named):
             if self.holds_part:
@@ -144,7 +145,7 @@ class Faults:
                 raise StorageError(f"cannot write {path}", errno=self.in_part.pop())
             return write_part(storage, path, *args, **named)
 
-        def mark_leaving(*args):
+        def put_mark(*args):
             if self.in_mark:
                 self.in_mark -= 1
                 raise StorageError("cannot write the mark", errno=errno.EIO)
@@ -156,7 +157,7 @@ class Faults:
                 raise StorageError("cannot delete", errno=errno.EIO)
             return delete(*args)
 
-        saving.write_part, lineage.mark_leaving, retention._delete = write, mark_leaving, _delete
+        saving.write_part, lineage.put_mark, retention._delete = write, put_mark, _delete
 
 
 def hexed(value):
@@ -273,6 +274,9 @@ migrator.listening()
 if migrator.resume:
     print("has", migrator.load_ckpt())
 print("resumed", state["step"])
+if is_odd("silenced"):
+    faulthandler.register(signal.SIGTERM)
+    wait_until(has_logged("sigterm_silenced"))
 if is_odd("looks first"):
     for _ in migrator.batches([1, 2, 3]):  # nothing is done with them, and the model is in training mode
         pass
@@ -306,6 +310,9 @@ def before(step):
         hang()
     if is_odd("fd taken") and step == 7:
         signal.set_wakeup_fd(-1)
+    if is_odd("replaced already") and step == 5:
+        later = migrator._life._generation.number + 1
+        Path(os.environ["MIGRATOR_CKPT"], "default", "generations", f"{later:06d}.from").write_text('{"from": null}')
     if is_odd("nonsense") and step == 7:
         Path(os.environ.get("MIGRATION_SIGNAL_PATH", os.environ.get("MIGRATOR_SIGNAL"))).write_text("nonsense\n")
         wait_until(has_logged("signal_ignored"))
