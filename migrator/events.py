@@ -74,6 +74,7 @@ EVENTS = {
     # leaving
     "leaving": "state is safe, or cannot be made safe; the process leaves",
     "left_hard": "the main thread did not come back in time; the process ended at once",
+    "exit_code_changed": "the script heard of the notice and ended with 0; the process ends with MIGRATOR_EXIT_CODE",
     "watch_weak": "a way of noticing the signal does not work here; the others do",
     "answer_failed": "the answer to the hook could not be written",
 }

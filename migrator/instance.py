@@ -52,6 +52,7 @@ class Migrator:
         every: str | int | None = None,
         keep: int | None = None,
         exit_code: int | None = None,
+        keep_exit_code: bool | None = None,
         resume: str | None = None,
     ) -> None:
         """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
@@ -80,6 +81,7 @@ class Migrator:
             "every": every,
             "keep": keep,
             "exit_code": exit_code,
+            "keep_exit_code": keep_exit_code,
             "resume": resume,
         }
         import os
@@ -90,6 +92,15 @@ class Migrator:
     def resume(self) -> bool:
         """There is a ckpt to go on from. Known after `listening()`."""
         return self._listening("resume").can_load
+
+    @property
+    def is_leaving(self) -> bool:
+        """A notice came: the state is being saved, and this process will be ended.
+
+        Not needed for saving. It is for what should not be begun any more, a long evaluation for example. Ranks
+        hear of a notice at different moments, so it decides nothing that all ranks have to do alike.
+        """
+        return self._life is not None and self._life.is_leaving_for_script()
 
     def load_ckpt(self, map_location: Any = None) -> str | None:
         """Restore everything registered from the newest whole ckpt; its name, or None if there is none.

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator.agreement import Line
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
@@ -43,7 +44,7 @@ from migrator.signal_file import SignalFile
 from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
-from migrator.watcher import Watcher
+from migrator.watcher import News, Watcher
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
@@ -101,9 +102,7 @@ class Life:
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
         self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
-        self._watcher = Watcher(
-            sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._saver.tell
-        )
+        self._watcher = Watcher(sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._hear)
         self._start()
 
     # Beginning.
@@ -193,6 +192,27 @@ class Life:
             every=self.settings.every,
             registered=",".join(name for name, _ in self._registry),
         )
+
+    def _hear(self, news: News) -> None:
+        """Watcher: this pod must leave."""
+        if self._sigterm.script_heard:
+            # First: on other ranks it has to be known when this rank's news are acted on.
+            self._note_script_knows()
+        self._saver.tell(news)
+
+    def _note_script_knows(self) -> None:
+        if self._leaving.script_knows:
+            return
+        self._leaving.note_script_knows()
+        if self._team is not None:
+            # Ranks often pass a flag of their own around, so all of them may end early.
+            self._team.ranks.post(Line("heard", self._team.ranks.rank), timeout_s=0)
+
+    def is_leaving_for_script(self) -> bool:
+        """`migrator.is_leaving`."""
+        if self.has_news:
+            self._note_script_knows()
+        return self.has_news
 
     def _leave_by_open_request_or_say_init(self) -> None:
         """An open request stays for the watcher to find; anything else in the file is history."""
@@ -525,7 +545,10 @@ class Life:
         self._sigterm.is_exiting = True
         self.gate.close()
         end_s = time.monotonic() + NEWS_BEHIND_S
-        while self._sigterm.is_heard and self._leaving.news is None and time.monotonic() < end_s:
+        # Where a handler of the script's own took the place of ours, only the watcher knows of a SIGTERM.
+        while self._leaving.news is None and time.monotonic() < end_s:
+            if not (self._sigterm.is_heard or self._sigterm.is_pending):
+                break
             time.sleep(0.002)
         if self._leaving.news is not None:
             while not self._leaving.may_leave():
@@ -547,6 +570,9 @@ class Life:
         if getattr(sys, "last_value", None) is not None:
             # An exception ended the script while it was leaving. The code must still say: start me again.
             self._leaving.exit_now("an exception came while leaving")
+        if self._leaving.ends_unfinished and not self.settings.keep_exit_code:
+            self._leaving.end_with_exit_code()
+        self._leaving.script_end.close()
 
     def _wait_for_hook(self) -> None:
         """The container may end with this process, and the hook with it, before it has read its answer."""

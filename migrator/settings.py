@@ -113,6 +113,13 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    found = {"on": True, "true": True, "off": False, "false": False}.get(text.strip().lower())
+    if found is None:
+        raise ValueError("on or off")
+    return found
+
+
 def _resume(text: str) -> Resume:
     if text not in ("auto", "never", "require"):
         raise ValueError("auto, never or require")
@@ -132,6 +139,12 @@ class Settings:
     every: Every = _variable("MIGRATOR_EVERY", "10m", "save and go on: 500 (steps), 10m (or s, h), off", _every)
     keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
     exit_code: int = _variable("MIGRATOR_EXIT_CODE", "143", "exit code after leaving", _whole(0, 255))
+    keep_exit_code: bool = _variable(
+        "MIGRATOR_KEEP_EXIT_CODE",
+        "off",
+        "on: a script that ends with 0 after it heard of the notice keeps its 0",
+        _switch,
+    )
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
     termination_log: Path = Path("/dev/termination-log")
     """What kubelet shows as the container's last message. The pod says where it is, so the script has no say."""

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import stat
 import threading
@@ -48,6 +49,8 @@ class Sigterm:
         """Set after the commit: what the handler raises in the main thread."""
         self.is_heard = False
         """A SIGTERM came; the news of it may be a moment behind."""
+        self.script_heard = False
+        """A handler of the script's own gets a SIGTERM as well: the script may end early because of it."""
         self.was_raised = threading.Event()
         self.is_exiting = False
         """The interpreter is on its way out: nothing is raised any more."""
@@ -93,7 +96,22 @@ class Sigterm:
         except BlockingIOError:
             return False
         self._pass_on(data)
-        return signal.SIGTERM in data or (signal.SIGINT in data and self._is_orphan())
+        if signal.SIGTERM in data:
+            self._note_who_hears()
+            return True
+        return signal.SIGINT in data and self._is_orphan()
+
+    def _note_who_hears(self) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is self._handler:
+            # After the commit it calls nobody.
+            handler = None if self.raise_now is not None else self._previous
+        self.script_heard |= callable(handler) and not self.is_exiting
+
+    @property
+    def is_pending(self) -> bool:
+        """A signal was delivered that nobody has read of yet."""
+        return bool(select.select([self.read_fd], [], [], 0)[0])
 
     def _is_orphan(self) -> bool:
         """Multiprocessing started this process, and its parent has ended."""

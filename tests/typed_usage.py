@@ -47,7 +47,9 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
         ckpt="/pvc", job="mnist", signal="/s", grace_s=30, every=500, keep=2, exit_code=143, resume="auto"
     )
     migrator.listening(every="10m", grace_s=30.5)
+    migrator.listening(keep_exit_code=True)
     assert_type(migrator.resume, bool)
+    assert_type(migrator.is_leaving, bool)
     if migrator.resume:
         assert_type(migrator.load_ckpt(), "str | None")
         migrator.load_ckpt("cpu")
