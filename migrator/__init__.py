@@ -51,6 +51,7 @@ __all__ = [
 
 _INSTANCE_NAMES = {
     "batches",
+    "close",
     "is_leaving",
     "listening",
     "load_ckpt",

@@ -87,6 +87,9 @@ def log(event: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
     """Write one named record. A field's text is kept on one line."""
     if event not in EVENTS:
         raise KeyError(f"{event!r} is not an event of this package: list it in events.py")
+    # `logging.config` disables all loggers that it does not name, in its default. Our errors have to be heard;
+    # who wants less of them sets the level.
+    logger.disabled = False
     if logger.isEnabledFor(level):
         logger.log(level, "%s", line(event, fields), extra={"migrator_event": event, "migrator_fields": fields})
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
-from typing import Any, Protocol, TypeVar, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from migrator import events, settings
 from migrator.errors import UsageError
 from migrator.life import Life
+from migrator.loop import Batches
 from migrator.registry import Registry
 
 Batch_co = TypeVar("Batch_co", covariant=True)
@@ -28,6 +30,8 @@ class Migrator:
     def __init__(self) -> None:
         self._registry = Registry()
         self._life: Life | None = None
+        self._closed: set[tuple[Path, str]] = set()
+        """Root and job of the lives that were closed."""
 
     def register(self, name: str, value: Any) -> None:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
@@ -86,7 +90,14 @@ class Migrator:
         }
         import os
 
-        self._life = Life(settings.read(given, os.environ), self._registry)
+        found = settings.read(given, os.environ)
+        if (found.ckpt, found.job) in self._closed and resume is None:
+            raise UsageError(
+                f"listening() again for the job {found.job!r}, which this process has closed: its ckpts would be "
+                "loaded into what is registered now. For another training give it a name of its own: "
+                'listening(job="fold-2"). To go on with the same one: listening(resume="auto").'
+            )
+        self._life = Life(found, self._registry)
 
     @property
     def resume(self) -> bool:
@@ -110,9 +121,12 @@ class Migrator:
         """
         return self._listening("load_ckpt()").load()
 
-    def batches(self, loader: Loader[Batch]) -> Loader[Batch]:
-        """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point."""
-        return cast("Loader[Batch]", self._listening("batches()").batches(loader))
+    def batches(self, loader: Loader[Batch]) -> Batches[Batch]:
+        """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point.
+
+        What it returns has the attributes of the loader as well: `dataset`, `sampler`, `batch_size`.
+        """
+        return self._listening("batches()").batches(loader)
 
     def safe_point(self) -> None:
         """Say that the loop could start again right here. Not needed with `batches()`."""
@@ -126,6 +140,21 @@ class Migrator:
         After a step this is a safe point; elsewhere the last safe point is saved.
         """
         return self._listening("save_ckpt()").save(wait=wait)
+
+    def close(self) -> None:
+        """End this life, so that the process can register other objects and call `listening()` again.
+
+        For notebooks and for several trainings in one process (folds). Waits for a save under way; it saves nothing
+        by itself. A script that trains once needs no `close()`.
+        """
+        import threading
+
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("close() was called in a side thread. Call it in the main thread.")
+        if self._life is not None:
+            self._life.end()
+            self._closed.add((self._life.settings.ckpt, self._life.settings.job))
+        self._life, self._registry = None, Registry()
 
     def _listening(self, what: str) -> Life:
         if self._life is None:

@@ -59,6 +59,8 @@ class Leaving:
         """The news came to this pod, not only to another rank's."""
         self.is_terminated = False
         """SIGTERM came, first or later."""
+        self.marks_safe_points = False
+        """The script has `batches()` or `safe_point()`."""
         self.script_end = ScriptEnd()
         self.script_knows = False
         """The script heard of the notice itself, or one on another rank did: it may end early because of it."""
@@ -80,6 +82,19 @@ class Leaving:
     def decide(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self.is_decided.set()
+
+    @property
+    def why_no_safe_point(self) -> str:
+        """Why none was reached before the deadline, and what the script can do about it."""
+        if self.marks_safe_points:
+            return (
+                "no safe point was reached within the grace: one step, or whatever the script does between two safe "
+                "points, took longer than that; make the grace longer, or the time between two safe points shorter"
+            )
+        return (
+            "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
+            "or call migrator.safe_point() after each step"
+        )
 
     def note_script_knows(self) -> None:
         """From now on it matters with which code the script ends."""

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -173,10 +174,12 @@ class Life:
         self.gate.install()
         for module in self._registry.modules():
             self._forward_hooks.append(module.register_forward_pre_hook(self._before_forward))
-        os.register_at_fork(after_in_child=self._forget)
+        # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
         atexit.register(self.close)
         # Children of multiprocessing end by os._exit and run no atexit.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
         self._sigterm.install()
         self._watcher.start()
         self._saver.start()
@@ -311,7 +314,7 @@ class Life:
     def mark_explicit(self) -> None:
         """From now on only what the script marks is a safe point."""
         if not self._is_explicit:
-            self._is_explicit = True
+            self._is_explicit = self._leaving.marks_safe_points = True
             for hook in self._forward_hooks:
                 hook.remove()
             self._forward_hooks.clear()
@@ -538,6 +541,19 @@ class Life:
             return Outcome(False, f"nothing was trained yet, and {error}", name, step)
         return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", name, step)
 
+    def end(self) -> None:
+        """`migrator.close()`: this life is over, and the process goes on."""
+        if self.loops.is_live:
+            raise UsageError("close() inside a loop over batches(): leave the loop first.")
+        if self.has_news:
+            self.park_for_good()
+        self.close()
+        if self._leaving.news is not None:
+            self._leaving.leave()  # it came at the last moment
+        atexit.unregister(self.close)
+        self._finalizer.cancel()
+        self._sigterm.put_back()
+
     def close(self) -> None:
         """At exit: let a running save end, stop all threads, take the signal file away. May be called twice."""
         if os.getpid() != self._pid or self._leaving.main_is_out.is_set():
@@ -561,6 +577,8 @@ class Life:
         if self._team is not None:
             self._team.close()
         self.gate.remove()
+        for hook in self._forward_hooks:
+            hook.remove()
         self._sigterm.close()
         if self._leaving.news is None:
             if self._team is None or self._team.is_last_of_pod():

@@ -56,6 +56,7 @@ class Sigterm:
         """The interpreter is on its way out: nothing is raised any more."""
         self._handler = self._handle
         self._previous: Any = None
+        self._to_put_back: Any = None
         self._passed_on_to: tuple[int, tuple[int, int]] | None = None
         self._main: int | None = None
         self._interrupt_handler = self._handle_interrupt
@@ -169,13 +170,22 @@ class Sigterm:
         if threading.get_ident() == self._main:
             # The interpreter puts Python handlers back to the default while it ends, and a SIGTERM that
             # comes then would turn a finished run into a killed one. It leaves an ignored signal alone.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._to_put_back = self._previous if before is self._handler else before
             self._put_interrupt_back()
             fd = signal.set_wakeup_fd(-1)
             if fd != self._write_fd:
                 signal.set_wakeup_fd(fd)
             elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
                 signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
+
+    def put_back(self) -> None:
+        """Main thread, behind `close()`, if the process goes on: SIGTERM does again what it did before."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._to_put_back is None else self._to_put_back)
+        # A handler that was put over ours may still call it.
+        read_fd, write_fd, self.read_fd, self._write_fd = self.read_fd, self._write_fd, -1, -1
+        os.close(read_fd)
+        os.close(write_fd)
 
     def forget(self) -> None:
         """In a forked child."""

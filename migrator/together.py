@@ -350,10 +350,7 @@ class Together:
             if failure is not None:
                 raise failure
             if self._attempt is None or not me.has_shared:
-                raise SaveFailed(
-                    "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
-                    "or call migrator.safe_point() after each step"
-                )
+                raise SaveFailed(self._leaving.why_no_safe_point)
             raise SaveFailed("the other ranks did not write their shares within the grace")
 
     def _done(self, me: Self, view: View) -> Saved:

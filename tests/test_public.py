@@ -26,7 +26,17 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
 
-FORWARDED = {"batches", "is_leaving", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
+FORWARDED = {
+    "batches",
+    "close",
+    "is_leaving",
+    "listening",
+    "load_ckpt",
+    "register",
+    "resume",
+    "safe_point",
+    "save_ckpt",
+}
 PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [

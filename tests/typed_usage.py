@@ -59,8 +59,11 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
         sampler.set_epoch(epoch)
         for _x, _y in migrator.batches(loader):
             pass
+    samples: int = len(migrator.batches(loader).dataset)
+    migrator.batches(loader).sampler.set_epoch(samples)
 
     assert_type(migrator.safe_point(), None)
+    assert_type(migrator.close(), None)
     assert_type(migrator.save_ckpt(), "str | None")
     assert_type(migrator.save_ckpt(wait=False), "str | None")
     assert_type(sampler.state_dict(), dict[str, int])
