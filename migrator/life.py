@@ -545,11 +545,9 @@ class Life:
         """`migrator.close()`: this life is over, and the process goes on."""
         if self.loops.is_live:
             raise UsageError("close() inside a loop over batches(): leave the loop first.")
-        if self.has_news:
-            self.park_for_good()
         self.close()
         if self._leaving.news is not None:
-            self._leaving.leave()  # it came at the last moment
+            self._leaving.leave()
         atexit.unregister(self.close)
         self._finalizer.cancel()
         self._sigterm.put_back()

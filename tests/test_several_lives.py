@@ -70,6 +70,17 @@ def test_what_a_life_took_is_given_back(here: Path) -> None:
     assert kept() is None
 
 
+def test_no_hook_stays_on_a_model_that_was_never_trained(here: Path) -> None:
+    """Where safe points are implied they are made by hooks of the model."""
+    migrator, model = Migrator(), nn.Linear(2, 2)
+    migrator.register("model", model)
+    migrator.listening()
+    assert model._forward_pre_hooks
+    migrator.close()
+
+    assert not model._forward_pre_hooks
+
+
 def test_a_handler_that_was_put_over_ours_stays(here: Path) -> None:
     """And may go on calling ours, which does nothing any more but to call the one before it."""
     heard = []
