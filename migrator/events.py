@@ -42,6 +42,7 @@ EVENTS = {
     "share_taken_over": "a share that its rank did not write in time is written by another one",
     "rank_lost": "a rank's own state is not in the ckpt: it did not answer in time, or had ended",
     "random_derived": "there is no random state for this rank in the ckpt; one was derived from another rank's",
+    "own_of_another_rank": "other ranks than before, or one was lost: what is own=True is that of the lowest rank",
     "epoch_repeated": "another number of ranks in mid-epoch of a loader without ElasticSampler; its epoch begins anew",
     # training
     "no_safe_point": "optimizers step but no safe point was ever made",

@@ -33,18 +33,21 @@ class Migrator:
         self._closed: set[tuple[Path, str]] = set()
         """Root and job of the lives that were closed."""
 
-    def register(self, name: str, value: Any) -> None:
+    def register(self, name: str, value: Any, *, own: bool = False) -> None:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
 
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
         arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
+
+        `own=True`: each rank has its own, large tensors too (a replay buffer, a batch fetched ahead), and each
+        gets its own back. Without it large tensors are taken to be the same on all ranks, and saved once.
         """
         if self._life is not None:
             raise UsageError(
                 f"register({name!r}, ...) after listening(): it would be missing in saves made meanwhile "
                 "and in what was loaded. Register everything first."
             )
-        self._registry.add(name, value)
+        self._registry.add(name, value, own=own)
 
     def listening(
         self,

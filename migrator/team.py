@@ -90,7 +90,8 @@ class Team:
 
     def _meet(self, begin: Callable[[dict[str, Any]], Welcome]) -> None:
         ranks = self.ranks
-        registered = {name: kind.kind for name, kind in self._registry}
+        own = self._registry.own
+        registered = {name: kind.kind + (" (own)" if name in own else "") for name, kind in self._registry}
         ranks.tell("hello", {**here(self._settings.signal), "registered": registered})
         hellos = ranks.gather("hello", "each rank has to call listening() once")
         self._find_pod(hellos)

@@ -384,7 +384,13 @@ class Together:
         if unlike and not self._has_told_unlike:
             self._has_told_unlike = True
             names = sorted({name for names in unlike.values() for name in names})
-            log("ranks_differ", level=logging.WARNING, ranks=",".join(map(str, unlike)), objects=",".join(names))
+            log(
+                "ranks_differ",
+                level=logging.WARNING,
+                ranks=",".join(map(str, unlike)),
+                objects=",".join(names),
+                means="of the ranks named nothing is saved; what each rank has for itself is registered with own=True",
+            )
             if self._ranks.rank == 0:
                 self._ranks.post(Line("apart", 0))
 

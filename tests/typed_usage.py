@@ -42,6 +42,7 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     assert_type(migrator.register("model", model), None)
     migrator.register("optimizer", optimizer)
     migrator.register("metrics", metrics)
+    migrator.register("ahead", {"batch": torch.rand(4)}, own=True)
     migrator.register("sampler", sampler)
     migrator.listening(
         ckpt="/pvc", job="mnist", signal="/s", grace_s=30, every=500, keep=2, exit_code=143, resume="auto"
