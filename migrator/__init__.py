@@ -49,7 +49,17 @@ __all__ = [
     "migrator",
 ]
 
-_INSTANCE_NAMES = {"register", "listening", "resume", "load_ckpt", "batches", "safe_point", "save_ckpt"}
+_INSTANCE_NAMES = {
+    "batches",
+    "close",
+    "is_leaving",
+    "listening",
+    "load_ckpt",
+    "register",
+    "resume",
+    "safe_point",
+    "save_ckpt",
+}
 
 
 def __getattr__(name: str) -> Any:

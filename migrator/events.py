@@ -44,6 +44,7 @@ EVENTS = {
     "share_taken_over": "a share that its rank did not write in time is written by another one",
     "rank_lost": "a rank's own state is not in the ckpt: it did not answer in time, or had ended",
     "random_derived": "there is no random state for this rank in the ckpt; one was derived from another rank's",
+    "own_of_another_rank": "other ranks than before, or one was lost: what is own=True is that of the lowest rank",
     "epoch_repeated": "an interrupted epoch begins anew: other ranks without ElasticSampler, or MIGRATOR_LOOPS=anew",
     # training
     "no_safe_point": "optimizers step but no safe point was ever made",
@@ -81,6 +82,7 @@ EVENTS = {
     # leaving
     "leaving": "state is safe, or cannot be made safe; the process leaves",
     "left_hard": "the main thread did not come back in time; the process ended at once",
+    "exit_code_changed": "the script heard of the notice and ended with 0; the process ends with MIGRATOR_EXIT_CODE",
     "watch_weak": "a way of noticing the signal does not work here; the others do",
     "answer_failed": "the answer to the hook could not be written",
 }
@@ -93,6 +95,9 @@ def log(event: str, /, *, level: int = logging.INFO, **fields: Any) -> None:
     """Write one named record. A field's text is kept on one line."""
     if event not in EVENTS:
         raise KeyError(f"{event!r} is not an event of this package: list it in events.py")
+    # `logging.config` disables all loggers that it does not name, in its default. Our errors have to be heard;
+    # who wants less of them sets the level.
+    logger.disabled = False
     if logger.isEnabledFor(level):
         logger.log(level, "%s", line(event, fields), extra={"migrator_event": event, "migrator_fields": fields})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sized
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from migrator import events, last_word, settings
@@ -29,12 +30,17 @@ class Migrator:
     def __init__(self) -> None:
         self._registry = Registry()
         self._life: Life | None = None
+        self._closed: set[tuple[Path, str]] = set()
+        """Root and job of the lives that were closed."""
 
-    def register(self, name: str, value: Any) -> None:
+    def register(self, name: str, value: Any, *, own: bool = False) -> None:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
 
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
         arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
+
+        `own=True`: each rank has its own, large tensors too (a replay buffer, a batch fetched ahead), and each
+        gets its own back. Without it large tensors are taken to be the same on all ranks, and saved once.
         """
         last_word.explain_errors()
         if self._life is not None:
@@ -42,7 +48,7 @@ class Migrator:
                 f"register({name!r}, ...) after listening(): it would be missing in saves made meanwhile "
                 "and in what was loaded. Register everything first."
             )
-        self._registry.add(name, value)
+        self._registry.add(name, value, own=own)
 
     def listening(
         self,
@@ -54,6 +60,7 @@ class Migrator:
         every: str | int | None = None,
         keep: int | None = None,
         exit_code: int | None = None,
+        keep_exit_code: bool | None = None,
         resume: str | None = None,
         loops: str | None = None,
     ) -> None:
@@ -84,17 +91,34 @@ class Migrator:
             "every": every,
             "keep": keep,
             "exit_code": exit_code,
+            "keep_exit_code": keep_exit_code,
             "resume": resume,
             "loops": loops,
         }
         import os
 
-        self._life = Life(settings.read(given, os.environ), self._registry)
+        found = settings.read(given, os.environ)
+        if (found.ckpt, found.job) in self._closed and resume is None:
+            raise UsageError(
+                f"listening() again for the job {found.job!r}, which this process has closed: its ckpts would be "
+                "loaded into what is registered now. For another training give it a name of its own: "
+                'listening(job="fold-2"). To go on with the same one: listening(resume="auto").'
+            )
+        self._life = Life(found, self._registry)
 
     @property
     def resume(self) -> bool:
         """There is a ckpt to go on from. Known after `listening()`."""
         return self._listening("resume").can_load
+
+    @property
+    def is_leaving(self) -> bool:
+        """A notice came: the state is being saved, and this process will be ended.
+
+        Not needed for saving. It is for what should not be begun any more, a long evaluation for example. Ranks
+        hear of a notice at different moments, so it decides nothing that all ranks have to do alike.
+        """
+        return self._life is not None and self._life.is_leaving_for_script()
 
     def load_ckpt(self, map_location: Any = None) -> str | None:
         """Restore everything registered from the newest whole ckpt; its name, or None if there is none.
@@ -107,8 +131,8 @@ class Migrator:
     def batches(self, loader: Loader[Batch], name: str | None = None) -> Batches[Batch]:
         """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point.
 
-        `name` tells apart loops that cannot be told apart otherwise: several loaders that look alike, gone over at
-        one place of the script.
+        What it returns has the attributes of the loader as well: `dataset`, `sampler`, `batch_size`. `name` tells apart
+        loops that cannot be told apart otherwise: loaders that look alike, gone over at one place of the script.
         """
         return self._listening("batches()").batches(loader, name)
 
@@ -122,6 +146,21 @@ class Migrator:
         After a step this is a safe point; elsewhere the last safe point is saved.
         """
         return self._listening("save_ckpt()").save(wait=wait)
+
+    def close(self) -> None:
+        """End this life, so that the process can register other objects and call `listening()` again.
+
+        For notebooks and for several trainings in one process (folds). Waits for a save under way; it saves nothing
+        by itself. A script that trains once needs no `close()`.
+        """
+        import threading
+
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("close() was called in a side thread. Call it in the main thread.")
+        if self._life is not None:
+            self._life.end()
+            self._closed.add((self._life.settings.ckpt, self._life.settings.job))
+        self._life, self._registry = None, Registry()
 
     def _listening(self, what: str) -> Life:
         if self._life is None:

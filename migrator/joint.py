@@ -130,6 +130,8 @@ class JointSaver(Saver):
                 self.tell(News(f"rank {line.rank}", time.monotonic() + left_s, left_s, is_local=False))
             elif line.what == "order" and line.rank != self._ranks.rank and line.point is not None:
                 self._hear_order(line.point)
+            elif line.what == "heard" and line.rank != self._ranks.rank:
+                self._leaving.note_script_knows()
             elif line.what == "missed":
                 with self._cond:
                     self._cond.notify_all()

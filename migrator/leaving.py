@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
+from migrator.ending import ScriptEnd, end_with
 from migrator.errors import Migrated
 from migrator.events import log
 from migrator.sigterm import Sigterm, quieten_sigchld
@@ -60,6 +61,11 @@ class Leaving:
         """The news came to this pod, not only to another rank's."""
         self.is_terminated = False
         """SIGTERM came, first or later."""
+        self.marks_safe_points = False
+        """The script has `batches()` or `safe_point()`."""
+        self.script_end = ScriptEnd()
+        self.script_knows = False
+        """The script heard of the notice itself, or one on another rank did: it may end early because of it."""
 
     def begin(self, news: News) -> bool:
         """Take the first news; later ones add nothing but, perhaps, a request to answer."""
@@ -79,11 +85,30 @@ class Leaving:
         self.outcome = outcome
         self.is_decided.set()
 
+    @property
+    def why_no_safe_point(self) -> str:
+        """Why none was reached before the deadline, and what the script can do about it."""
+        if self.marks_safe_points:
+            return (
+                "no safe point was reached within the grace: one step, or whatever the script does between two safe "
+                "points, took longer than that; make the grace longer, or the time between two safe points shorter"
+            )
+        return (
+            "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
+            "or call migrator.safe_point() after each step"
+        )
+
+    def note_script_knows(self) -> None:
+        """From now on it matters with which code the script ends."""
+        self.script_knows = True
+        self.script_end.watch()
+
     def migrated(self) -> Migrated:
         """The exception that ends the thread it is raised in."""
         # A side thread of the script may leave the gate this way too; the main thread is still to be called.
         if threading.current_thread() is threading.main_thread():
             self._sigterm.was_raised.set()
+            self.script_end.watch()  # somebody may catch the exception
             quieten_sigchld()  # a dying loader worker must not break into the script's clean-up either
         outcome = self.outcome
         return Migrated(
@@ -117,6 +142,22 @@ class Leaving:
         while not self.main_is_out.wait(0.05):
             if time.monotonic() > max(end_s, self.news.deadline_s):
                 self.exit_now("cleaning up took longer than the grace")
+
+    @property
+    def ends_unfinished(self) -> bool:
+        """The script is about to end with 0, although it was interrupted or may have left early."""
+        return (self.script_knows or self._sigterm.was_raised.is_set()) and self.script_end.is_zero
+
+    def end_with_exit_code(self) -> None:
+        """At exit: the process ends as it would, but with the exit code that means: start me again."""
+        log(
+            "exit_code_changed",
+            level=logging.WARNING,
+            exit_code=self._exit_code,
+            means="the script heard of the notice and ended with 0 before this process left: it may have stopped early",
+        )
+        if not end_with(self._exit_code):
+            self.exit_now("the exit code can be changed in no other way here")
 
     def exit_now(self, why: str) -> None:
         """End the process without another line of the script's code."""

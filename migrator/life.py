@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator.agreement import Line
 from migrator.canary import Contents
 from migrator.capture import Capturer
 from migrator.errors import (
@@ -51,7 +53,7 @@ from migrator.signal_owner import SignalOwner
 from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
-from migrator.watcher import Watcher
+from migrator.watcher import News, Watcher
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
@@ -116,9 +118,7 @@ class Life:
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
         self.loops = Loops(self, self._place, {name: kind.target for name, kind in registry})
-        self._watcher = Watcher(
-            sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._saver.tell
-        )
+        self._watcher = Watcher(sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._hear)
         self._start()
 
     # Beginning.
@@ -190,10 +190,12 @@ class Life:
         self.gate.leave = self._leaving.leave
         self.gate.install()
         self._workers_seeded_apart = WorkersSeededApart()
-        os.register_at_fork(after_in_child=self._forget)
+        # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
         atexit.register(self.close)
         # Children of multiprocessing end by os._exit and run no atexit.
-        multiprocessing.util.Finalize(None, self.close, exitpriority=100)
+        self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
         self._sigterm.install()
         self._watcher.start()
         self._saver.start()
@@ -209,6 +211,27 @@ class Life:
             every=self.settings.every,
             registered=",".join(name for name, _ in self._registry),
         )
+
+    def _hear(self, news: News) -> None:
+        """Watcher: this pod must leave."""
+        if self._sigterm.script_heard:
+            # First: on other ranks it has to be known when this rank's news are acted on.
+            self._note_script_knows()
+        self._saver.tell(news)
+
+    def _note_script_knows(self) -> None:
+        if self._leaving.script_knows:
+            return
+        self._leaving.note_script_knows()
+        if self._team is not None:
+            # Ranks often pass a flag of their own around, so all of them may end early.
+            self._team.ranks.post(Line("heard", self._team.ranks.rank), timeout_s=0)
+
+    def is_leaving_for_script(self) -> bool:
+        """`migrator.is_leaving`."""
+        if self.has_news:
+            self._note_script_knows()
+        return self.has_news
 
     def _leave_by_open_request_or_say_init(self) -> None:
         """An open request stays for the watcher to find; anything else in the file is history."""
@@ -308,7 +331,7 @@ class Life:
     def mark_explicit(self) -> None:
         """From now on only what the script marks is a safe point."""
         if not self._is_explicit:
-            self._is_explicit = True
+            self._is_explicit = self._leaving.marks_safe_points = True
             self._stop_waiting_for_forward()
 
     def handing_out(self) -> None:
@@ -610,6 +633,17 @@ class Life:
             return Outcome(False, f"nothing was trained yet, and {error}", name, step)
         return Outcome(True, "nothing was trained yet; this ckpt was about to be loaded", name, step)
 
+    def end(self) -> None:
+        """`migrator.close()`: this life is over, and the process goes on."""
+        if self.loops.is_live:
+            raise UsageError("close() inside a loop over batches(): leave the loop first.")
+        self.close()
+        if self._leaving.news is not None:
+            self._leaving.leave()
+        atexit.unregister(self.close)
+        self._finalizer.cancel()
+        self._sigterm.put_back()
+
     def close(self) -> None:
         """At exit: let a running save end, stop all threads, take the signal file away. May be called twice."""
         if os.getpid() != self._pid or self._leaving.main_is_out.is_set():
@@ -617,7 +651,10 @@ class Life:
         self._sigterm.is_exiting = True
         self.gate.close()
         end_s = time.monotonic() + NEWS_BEHIND_S
-        while self._sigterm.is_heard and self._leaving.news is None and time.monotonic() < end_s:
+        # Where a handler of the script's own took the place of ours, only the watcher knows of a SIGTERM.
+        while self._leaving.news is None and time.monotonic() < end_s:
+            if not (self._sigterm.is_heard or self._sigterm.is_pending):
+                break
             time.sleep(0.002)
         if self._leaving.news is not None:
             while not self._leaving.may_leave():
@@ -644,6 +681,9 @@ class Life:
         if getattr(sys, "last_value", None) is not None:
             # An exception ended the script while it was leaving. The code must still say: start me again.
             self._leaving.exit_now("an exception came while leaving")
+        if self._leaving.ends_unfinished and not self.settings.keep_exit_code:
+            self._leaving.end_with_exit_code()
+        self._leaving.script_end.close()
 
     def _remove_signal_file(self) -> None:
         """Only if it is this process' own: where files cannot be locked another one may have written it since."""

@@ -68,6 +68,8 @@ class Fit:
         for key, kind in registry:
             for stored, tensor in kind.homes(self._values[key]).items():
                 self._homes.setdefault(stored, tensor.detach())
+        missing = manifest.extra.get("missing")
+        self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
 
     def homes(self) -> dict[str, Tensor]:
         """Where stored tensors live in this process."""
@@ -90,6 +92,9 @@ class Fit:
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
                     "Start without the ckpt: MIGRATOR_RESUME=never."
                 ) from error
+        if self._registry.own and not self._has_own:
+            names = ",".join(sorted(self._registry.own))
+            log("own_of_another_rank", level=logging.WARNING, ckpt=name, objects=names)
         return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
 
     def _random(self, tensors: _Tensors) -> dict[str, Any]:

@@ -105,6 +105,12 @@ class Batches(Generic[Batch]):
         held.append(weakref.ref(iterator))
         return iterator
 
+    def __getattr__(self, name: str) -> Any:
+        # The loader's `dataset`, `sampler`, `batch_size` and whatever else scripts read there.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
+
 
 class Loops:
     """All `batches()` of a life; at most one of them makes safe points at a time."""

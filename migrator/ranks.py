@@ -341,6 +341,7 @@ class Ranks(threading.Thread):
             self._cond.notify_all()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(HUNG_S)
+        atexit.unregister(self.close)
 
 
 def here(signal: os.PathLike[str] | str) -> Mapping[str, Any]:

@@ -35,8 +35,10 @@ class Registry:
     def __init__(self) -> None:
         self._kinds: dict[str, kinds.Kind] = {}
         self._targets: dict[str, Any] = {}
+        self.own: set[str] = set()
+        """What each rank has for itself, its large tensors included."""
 
-    def add(self, name: str, value: Any) -> None:
+    def add(self, name: str, value: Any, *, own: bool = False) -> None:
         """Take `value` under `name`, or refuse with a reason and what to do instead."""
         if not isinstance(name, str) or not name or name.startswith("!") or set(name) & set("/\0\n\t"):
             raise RegistrationError(
@@ -57,6 +59,8 @@ class Registry:
         adapter = _adapter(name, target)
         _check(name, adapter)
         self._kinds[name], self._targets[name] = adapter, target
+        if own:
+            self.own.add(name)
 
     def __iter__(self) -> Iterator[tuple[str, kinds.Kind]]:
         return iter(self._kinds.items())

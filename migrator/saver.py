@@ -276,10 +276,7 @@ class Saver(threading.Thread):
                     "optimizer.step(); register only what stands still in long evaluations, or make the grace longer"
                 )
             if self._leaving.left_s < 0:
-                raise SaveFailed(
-                    "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
-                    "or call migrator.safe_point() after each step"
-                )
+                raise SaveFailed(self._leaving.why_no_safe_point)
         elif self._leaving.news is not None:
             raise GivenUp
         elif why is Why.PERIODIC and self._shop.gate.is_closed:

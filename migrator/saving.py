@@ -197,7 +197,7 @@ class Attempt:
         share = plan.share_of(self._shop.rank)
         if self._shop.size > 1 and self._may_open:
             # Only what is this rank's to write is read from now on.
-            self._live &= set(plan.shares[share]) if share is not None else set()
+            self._live &= {*own, *(plan.shares[share] if share is not None else ())}
         if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES:
             self._step_apart(is_written=False)
         mine = RankRecord(self._shop.rank, plan.at, plan.digest, same, objects, extra)
@@ -305,7 +305,7 @@ class Attempt:
         log("part_written", ckpt=self.name, bytes=part.bytes)
         wrong = [key for key, digest in part.tensor_digests.items() if self._told.get(key) not in (None, digest)]
         if wrong:  # what was written is not what the other ranks were told of
-            raise Unclean(sorted({key.split("/")[0] for key in wrong}))
+            raise Unclean(_owners(wrong))
         self._prove(part.tensor_digests)
         return part
 
@@ -386,6 +386,8 @@ class Attempt:
         known: dict[tuple[Any, ...], str | None],
         own_inline: bool,
     ) -> Callable[[Tensor, str], str | None]:
+        is_all_own = name in self._shop.registry.own
+
         def put(tensor: Tensor, path: str) -> str | None:
             if tensor.nbytes <= INLINE_BYTES and kind != "module":
                 return None
@@ -395,7 +397,7 @@ class Attempt:
             if tensor.data_ptr() and same in known:
                 return known[same]
             is_live = tensor.data_ptr() in marked
-            is_own = not (is_live or (kind == "module" and tensor.nbytes > OWN_BUFFER_BYTES))
+            is_own = is_all_own or not (is_live or (kind == "module" and tensor.nbytes > OWN_BUFFER_BYTES))
             if is_own and own_inline:
                 return None
             stored = _stored_name(name, path)
@@ -464,7 +466,12 @@ class Attempt:
     def _check_equal(self, tensors: dict[str, Tensor], digests: Mapping[str, bytes | None]) -> None:
         wrong = [key for key, tensor in tensors.items() if _cpu_digest(tensor) not in (None, digests[key])]
         if wrong:
-            raise Unclean(sorted({key.split("/")[0] for key in wrong}))
+            raise Unclean(_owners(wrong))
+
+
+def _owners(stored: Iterable[str]) -> list[str]:
+    """The registered names that these tensors belong to. What is rank 1's own is stored as `!1/...`."""
+    return sorted({key.split("/")[1 if key.startswith("!") else 0] for key in stored})
 
 
 def _cpu_digest(tensor: Tensor) -> bytes | None:

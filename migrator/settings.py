@@ -115,6 +115,13 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    found = {"on": True, "true": True, "off": False, "false": False}.get(text.strip().lower())
+    if found is None:
+        raise ValueError("on or off")
+    return found
+
+
 def _resume(text: str) -> Resume:
     if text not in ("auto", "never", "require"):
         raise ValueError("auto, never or require")
@@ -140,6 +147,12 @@ class Settings:
     every: Every = _variable("MIGRATOR_EVERY", "10m", "save and go on: 500 (steps), 10m (or s, h), off", _every)
     keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
     exit_code: int = _variable("MIGRATOR_EXIT_CODE", "143", "exit code after leaving", _whole(0, 255))
+    keep_exit_code: bool = _variable(
+        "MIGRATOR_KEEP_EXIT_CODE",
+        "off",
+        "on: a script that ends with 0 after it heard of the notice keeps its 0",
+        _switch,
+    )
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
     loops: LoopsOnResume = _variable(
         "MIGRATOR_LOOPS", "continue", "an interrupted epoch: continue, or begin it anew (anew)", _loops

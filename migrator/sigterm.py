@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import stat
 import threading
@@ -66,6 +67,8 @@ class Sigterm:
         """Set after the commit: what the handler raises in the main thread."""
         self.is_heard = False
         """A SIGTERM came; the news of it may be a moment behind."""
+        self.script_heard = False
+        """A handler of the script's own gets a SIGTERM as well: the script may end early because of it."""
         self.was_raised = threading.Event()
         self.is_exiting = False
         """The interpreter is on its way out: nothing is raised any more."""
@@ -78,6 +81,7 @@ class Sigterm:
         self._action: sigaction.Action | None = None
         """What the kernel is to do at SIGTERM: run the interpreter's own C function."""
         self._taken_by: set[int] = set()
+        self._to_put_back: Any = None
         self._passed_on_to: tuple[int, tuple[int, int]] | None = None
         self._main: int | None = None
         self._interrupt_handler = self._handle_interrupt
@@ -153,7 +157,28 @@ class Sigterm:
         except BlockingIOError:
             return False
         self._pass_on(data)
-        return signal.SIGTERM in data or (signal.SIGINT in data and self._is_orphan())
+        if signal.SIGTERM in data:
+            self._note_who_hears()
+            return True
+        return signal.SIGINT in data and self._is_orphan()
+
+    def _note_who_hears(self) -> None:
+        # After the commit ours calls nobody.
+        is_ours = self._link_of(signal.getsignal(signal.SIGTERM)) is not None
+        if not (is_ours and self.raise_now is not None):
+            self.script_heard |= callable(self._of_others()) and not self.is_exiting
+
+    def _of_others(self) -> Any:
+        """The handler that is there, or the first in its chain that is none of ours."""
+        found = signal.getsignal(signal.SIGTERM)
+        while (link := self._link_of(found)) is not None:
+            found = link.replaced
+        return found
+
+    @property
+    def is_pending(self) -> bool:
+        """A signal was delivered that nobody has read of yet."""
+        return bool(select.select([self.read_fd], [], [], 0)[0])
 
     def _is_orphan(self) -> bool:
         """Multiprocessing started this process, and its parent has ended."""
@@ -235,6 +260,7 @@ class Sigterm:
         if threading.get_ident() == self._main:
             # The interpreter puts Python handlers back to the default while it ends, and a SIGTERM that
             # comes then would turn a finished run into a killed one. It leaves an ignored signal alone.
+            self._to_put_back = self._of_others()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._put_interrupt_back()
             fd = signal.set_wakeup_fd(-1)
@@ -242,6 +268,14 @@ class Sigterm:
                 signal.set_wakeup_fd(fd)
             elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
                 signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
+
+    def put_back(self) -> None:
+        """Main thread, behind `close()`, if the process goes on: SIGTERM does again what it did before."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._to_put_back is None else self._to_put_back)
+        # A handler that was put over ours may still call it.
+        read_fd, write_fd, self.read_fd, self._write_fd = self.read_fd, self._write_fd, -1, -1
+        os.close(read_fd)
+        os.close(write_fd)
 
     def forget(self) -> None:
         """In a forked child."""

@@ -100,7 +100,8 @@ class Team:
 
     def _meet(self, begin: Callable[[dict[str, Any]], Welcome]) -> None:
         ranks = self.ranks
-        registered = {name: kind.kind for name, kind in self._registry}
+        own = self._registry.own
+        registered = {name: kind.kind + (" (own)" if name in own else "") for name, kind in self._registry}
         taken = SignalOwner(self._settings.signal).other()
         ranks.tell("hello", {**here(self._settings.signal), "registered": registered, "taken": taken})
         hellos = ranks.gather("hello", "each rank has to call listening() once")

@@ -350,10 +350,7 @@ class Together:
             if failure is not None:
                 raise failure
             if self._attempt is None or not me.has_shared:
-                raise SaveFailed(
-                    "no safe point was reached within the grace: wrap the training loader in migrator.batches(), "
-                    "or call migrator.safe_point() after each step"
-                )
+                raise SaveFailed(self._leaving.why_no_safe_point)
             raise SaveFailed("the other ranks did not write their shares within the grace")
 
     def _done(self, me: Self, view: View) -> Saved:
@@ -387,7 +384,13 @@ class Together:
         if unlike and not self._has_told_unlike:
             self._has_told_unlike = True
             names = sorted({name for names in unlike.values() for name in names})
-            log("ranks_differ", level=logging.WARNING, ranks=",".join(map(str, unlike)), objects=",".join(names))
+            log(
+                "ranks_differ",
+                level=logging.WARNING,
+                ranks=",".join(map(str, unlike)),
+                objects=",".join(names),
+                means="of the ranks named nothing is saved; what each rank has for itself is registered with own=True",
+            )
             if self._ranks.rank == 0:
                 self._ranks.post(Line("apart", 0))
 

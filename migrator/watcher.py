@@ -61,6 +61,10 @@ class Watcher(threading.Thread):
         from watchdog import events
         from watchdog.observers import Observer
 
+        # A root logger at DEBUG would get a line for each file event in the directory.
+        theirs = logging.getLogger("watchdog")
+        if theirs.level == logging.NOTSET:
+            theirs.setLevel(logging.INFO)
         nudge, path = self._nudge, os.fspath(self._file.path)
 
         class Touched(events.FileSystemEventHandler):
@@ -68,6 +72,7 @@ class Watcher(threading.Thread):
                 if path in (event.src_path, event.dest_path):
                     nudge()
 
+        logging.getLogger("watchdog.observers.inotify").disabled = False  # see `close()`, of a life before this one
         observer = Observer()
         try:
             # The rank of this pod that writes the file may not have come as far yet.
@@ -146,3 +151,7 @@ class Watcher(threading.Thread):
             self._observer.join(1.0)
         if self.is_alive() and threading.current_thread() is not self:
             self.join(1.0)
+        if not self.is_alive() and self._nudge_fd >= 0:
+            fds, self._nudge_fd, self._nudged_by = (self._nudge_fd, self._nudged_by), -1, -1
+            for fd in fds:
+                os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import subprocess
@@ -166,3 +167,17 @@ def job(fork_server: ForkServer, tmp_path: Path) -> Iterator[Job]:
     made = Job(fork_server, tmp_path)
     yield made
     made.end()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A volume and settings for a life in this very process, whose loggers are afterwards as they were."""
+    monkeypatch.setenv("MIGRATOR_CKPT", str(tmp_path / "ckpts"))
+    monkeypatch.setenv("MIGRATOR_SIGNAL", str(tmp_path / "signal"))
+    monkeypatch.setenv("MIGRATOR_EVERY", "off")
+    names = ("migrator", "watchdog", "watchdog.observers.inotify")
+    before = {name: (logging.getLogger(name).level, logging.getLogger(name).disabled) for name in names}
+    yield tmp_path
+    for name, (level, disabled) in before.items():
+        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).disabled = disabled

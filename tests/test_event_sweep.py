@@ -51,7 +51,10 @@ FREEZE_S = 0.3
 """A freeze that ends. Longer than whatever polls, shorter than the grace."""
 STEPS = 18
 
-NOT_REACHED: dict[str, str] = {}
+NOT_REACHED: dict[str, str] = {
+    "own_of_another_rank": "a line of a load that changes nothing on the volume, as `random_derived`, which is swept",
+    "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
+}
 """Events that no scenario brings about, and why."""
 
 OF_RANKS = {

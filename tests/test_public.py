@@ -26,11 +26,22 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
 
-FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
+FORWARDED = {
+    "batches",
+    "close",
+    "is_leaving",
+    "listening",
+    "load_ckpt",
+    "register",
+    "resume",
+    "safe_point",
+    "save_ckpt",
+}
+PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [
     {"errors", "events", "environment", "sigaction", "frames", "iteration"},
-    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner"},
+    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending"},
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
     {"between", "place"},
@@ -70,7 +81,7 @@ def test_all_is_sorted_and_is_what_can_be_imported() -> None:
 def test_dir_shows_all_and_the_forwarded_names() -> None:
     """Completion in a shell finds what exists, and every name it finds exists."""
     assert dir(migrator) == sorted({*migrator.__all__, *FORWARDED})
-    for name in set(dir(migrator)) - {"resume"}:
+    for name in set(dir(migrator)) - PROPERTIES:
         assert getattr(migrator, name) is not None
 
 
@@ -107,7 +118,7 @@ def test_the_module_forwards_to_the_one_instance() -> None:
     public = {name for name in vars(migrator.Migrator) if not name.startswith("_")}
 
     assert public == FORWARDED
-    for name in public - {"resume"}:
+    for name in public - PROPERTIES:
         assert getattr(migrator, name) == getattr(migrator.migrator, name)
     with pytest.raises(migrator.UsageError, match=r"resume before listening\(\)"):
         _ = migrator.resume  # a property: the question reaches the instance

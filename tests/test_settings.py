@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "every": Every(seconds=600.0),
     "keep": 2,
     "exit_code": 143,
+    "keep_exit_code": False,
     "resume": "auto",
     "loops": "continue",
 }
@@ -38,6 +39,7 @@ VALUES: list[tuple[str, str, str, Any, str, Any]] = [
     ("every", "MIGRATOR_EVERY", "500", Every(steps=500), "off", Every()),
     ("keep", "MIGRATOR_KEEP", "1", 1, "1000000", 1_000_000),
     ("exit_code", "MIGRATOR_EXIT_CODE", "0", 0, "255", 255),
+    ("keep_exit_code", "MIGRATOR_KEEP_EXIT_CODE", "on", True, "off", False),
     ("resume", "MIGRATOR_RESUME", "never", "never", "require", "require"),
     ("loops", "MIGRATOR_LOOPS", "anew", "anew", "continue", "continue"),
 ]
@@ -71,6 +73,7 @@ BAD = [
     ("MIGRATOR_KEEP", "2.0", "a whole number from 1"),
     ("MIGRATOR_EXIT_CODE", "256", "from 0 to 255"),
     ("MIGRATOR_EXIT_CODE", "-15", "from 0 to 255"),
+    ("MIGRATOR_KEEP_EXIT_CODE", "1", "on or off"),
     ("MIGRATOR_RESUME", "no", "auto, never or require"),
     ("MIGRATOR_RESUME", "Never", "auto, never or require"),
 ]

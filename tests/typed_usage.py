@@ -42,12 +42,15 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     assert_type(migrator.register("model", model), None)
     migrator.register("optimizer", optimizer)
     migrator.register("metrics", metrics)
+    migrator.register("ahead", {"batch": torch.rand(4)}, own=True)
     migrator.register("sampler", sampler)
     migrator.listening(
         ckpt="/pvc", job="mnist", signal="/s", grace_s=30, every=500, keep=2, exit_code=143, resume="auto"
     )
     migrator.listening(every="10m", grace_s=30.5)
+    migrator.listening(keep_exit_code=True)
     assert_type(migrator.resume, bool)
+    assert_type(migrator.is_leaving, bool)
     if migrator.resume:
         assert_type(migrator.load_ckpt(), "str | None")
         migrator.load_ckpt("cpu")
@@ -57,8 +60,11 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
         sampler.set_epoch(epoch)
         for _x, _y in migrator.batches(loader):
             pass
+    samples: int = len(migrator.batches(loader).dataset)
+    migrator.batches(loader).sampler.set_epoch(samples)
 
     assert_type(migrator.safe_point(), None)
+    assert_type(migrator.close(), None)
     assert_type(migrator.save_ckpt(), "str | None")
     assert_type(migrator.save_ckpt(wait=False), "str | None")
     assert_type(sampler.state_dict(), dict[str, int])
