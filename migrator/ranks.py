@@ -17,7 +17,6 @@ import atexit
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from migrator import environment
 from migrator.agreement import Board, Line
 from migrator.errors import RanksError, UsageError
 from migrator.events import log
@@ -344,5 +344,5 @@ class Ranks(threading.Thread):
 
 
 def here(signal: os.PathLike[str] | str) -> Mapping[str, Any]:
-    """What tells a rank's pod: ranks with the same host and signal file are in one."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "signal": os.fspath(signal)}
+    """What tells a rank's pod: ranks with the same container and signal file are in one."""
+    return {"pid": os.getpid(), "container": environment.container(), "signal": os.fspath(signal)}

@@ -278,4 +278,4 @@ class Team:
 
 
 def _pod(hello: dict[str, Any]) -> tuple[str, str]:
-    return hello["host"], hello["signal"]
+    return hello["container"], hello["signal"]

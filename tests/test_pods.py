@@ -18,7 +18,7 @@ import pytest
 
 from migrator.signal_file import INIT, RESUME, Signal, SignalFile
 from migrator.testing import Job as PodJob
-from migrator.testing import Kubelet, Pod, PyTorchJob, Stop
+from migrator.testing import Kubelet, Pod, PyTorchJob, Stop, isolation
 from tests.gang import free_port
 from tests.harness import DEADLINE_S, ROOT, ForkServer, Job, events_in, until
 from tests.rank_story import RankStory, assert_ranks_as_if_nothing_had_happened, unstopped_ranks, whole_steps
@@ -526,6 +526,29 @@ def test_a_gang_of_a_pytorchjob_is_saved_by_the_hook_of_one_pod(training_on_two:
     training.add(*(pod.log for pod in first))
     assert training.add(*(pod.log for pod in second)) == 0
     training.check_end()
+
+
+def test_pods_with_the_network_of_their_node_are_pods_of_their_own(training_on_two: Training, tmp_path: Path) -> None:
+    """With `hostNetwork` both have the node's name, and the path of the signal file is the same in all containers."""
+    if isolation() is not None:
+        pytest.skip(f"LOUD: pods with a file system of their own are not tested: {isolation()}")
+    training = training_on_two
+    node = tmp_path / "node"
+    node.mkdir()
+    env = {"HOSTNAME": "node-7", "MIGRATOR_SIGNAL": f"{node}/signal", "BIND": "1"}
+    replica = {"replicas": 1, "restartPolicy": "ExitCode", "template": {"spec": pod_spec(env=env)}}
+    spec = {"pytorchReplicaSpecs": {"Master": replica, "Worker": replica}}
+    job: PyTorchJob = training.kubelet.apply(manifest("PyTorchJob", spec))
+    pods = [job.master, *job.workers]
+    for pod in pods:
+        pod.wait_for_log("^trained 10 ")
+    assert [event["pod"] for pod in pods for event in events_in(pod.log, "ranks")] == ["1", "1"]
+
+    stop = pods[1].delete()
+
+    assert_saved_in_time(stop)
+    assert pods[0].wait().exit_code == 143
+    assert int(training.newest.rpartition("-")[2]) >= 10
 
 
 def test_two_pods_of_torchrun_are_saved_by_the_hook_of_one(training_on_two: Training) -> None:
