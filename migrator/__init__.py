@@ -49,7 +49,7 @@ __all__ = [
     "migrator",
 ]
 
-_INSTANCE_NAMES = {"register", "listening", "resume", "load_ckpt", "batches", "safe_point", "save_ckpt"}
+_INSTANCE_NAMES = {"register", "listening", "resume", "load_ckpt", "batches", "safe_point", "save_ckpt", "watch"}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,6 +59,11 @@ def __getattr__(name: str) -> Any:
 
         globals()["migrator"] = instance = Migrator()
         return instance
+    if name == "watch" and "migrator" not in globals():
+        # For the top of a script: torch may take long to import.
+        from migrator.lookout import watch
+
+        return watch
     if name in _INSTANCE_NAMES:
         return getattr(__getattr__("migrator") if "migrator" not in globals() else globals()["migrator"], name)
     if name in __all__:

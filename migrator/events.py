@@ -57,6 +57,7 @@ EVENTS = {
     "gate_stall": "the training loop waited for a save",
     # news
     "signal": "the news that this pod must leave",
+    "signal_early": "the news that this pod must leave came before listening() was through: no step is trained",
     "signal_ignored": "the signal file says something that is no request",
     "handler_held_back": "another SIGTERM handler wanted to end the process; it has to wait for the save",
     "loader_error_swallowed": "the loader failed while a signal is pending; the step before is being saved",

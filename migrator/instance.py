@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import Any, Protocol, TypeVar, cast
 
-from migrator import events, settings
+from migrator import events, life, lookout, settings
 from migrator.errors import UsageError
 from migrator.life import Life
 from migrator.registry import Registry
@@ -41,6 +41,15 @@ class Migrator:
                 "and in what was loaded. Register everything first."
             )
         self._registry.add(name, value)
+
+    def watch(self) -> None:
+        """Notice SIGTERM and the hook's request from now on; `listening()` then leaves before a step is trained.
+
+        For the top of a script that takes long to come to `listening()`. `import migrator; migrator.watch()` does
+        it without importing torch. Calling it twice, or after `listening()`, does nothing.
+        """
+        if self._life is None:
+            lookout.watch()
 
     def listening(
         self,
@@ -84,7 +93,7 @@ class Migrator:
         }
         import os
 
-        self._life = Life(settings.read(given, os.environ), self._registry)
+        self._life = life.begin(settings.read(given, os.environ), self._registry)
 
     @property
     def resume(self) -> bool:

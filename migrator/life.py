@@ -7,6 +7,7 @@ need is imported and made here, before there is anything to be in a hurry about.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing.util
 import os
@@ -18,11 +19,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator import environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
     CkptMismatch,
+    Migrated,
+    MigratorError,
     NoUsableCkpt,
     ResumeIgnored,
     SaveFailed,
@@ -33,6 +36,7 @@ from migrator.events import log
 from migrator.gate import Gate, Phase
 from migrator.joint import JointSaver
 from migrator.leaving import HOOK_READS_S, Leaving, Outcome
+from migrator.lookout import BEHIND_S, Lookout
 from migrator.loop import Batches, Loops, Place
 from migrator.manifest import parse_ckpt_name
 from migrator.registry import Registry
@@ -40,23 +44,54 @@ from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
 from migrator.signal_file import SignalFile
-from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
-from migrator.watcher import Watcher
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
 MANY_STEPS = 200
 """So many steps of an optimizer without a safe point are worth a line in the log."""
-NEWS_BEHIND_S = 1.0
-"""So long may the watcher take to read of a SIGTERM that the main thread has seen."""
+
+
+class _Told(Exception):  # noqa: N818 - internal
+    """The news came while `listening()` waited."""
+
+
+def begin(settings: Settings, registry: Registry) -> Life:
+    """What `listening()` does. Where it fails everything is as before, unless the pod has to leave anyway."""
+    noticed = lookout.take()
+    try:
+        return Life(settings, registry, noticed)
+    except (Exception, KeyboardInterrupt) as error:
+        file = SignalFile(settings.signal, container=environment.container_life())
+        is_told = noticed.is_told and isinstance(error, Exception)
+        noticed.give_up()
+        with contextlib.suppress(MigratorError):
+            _withdraw(file, error, is_told=is_told, grace_s=settings.grace_s)
+        if not is_told:
+            raise
+        why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
+        log("leaving", level=logging.ERROR, why=why)
+        # The pod goes in any case, and an error would tell the cluster not to start it again.
+        raise Migrated(settings.exit_code) from error
+
+
+def _withdraw(file: SignalFile, error: BaseException, *, is_told: bool, grace_s: float) -> None:
+    """In the signal file: answer the hook, or take back that this process listens."""
+    found = file.read()
+    if found is None:
+        return
+    if is_told and file.open_request(grace_s) is not None:
+        why = f"nothing was trained yet, and listening() failed: {error}"
+        file.write(signal_file.INIT, request=found.fields.get("request"), error=why)
+    elif found.word == signal_file.INIT and found.pids == (os.getpid(),):
+        file.remove()
 
 
 class Life:
     """What `listening()` starts and the end of the process closes."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: Registry, noticed: Lookout) -> None:
         self.settings = settings
         self._registry = registry
         self._pid = os.getpid()
@@ -73,21 +108,28 @@ class Life:
         self._gradients_at_safe_point: list[object] = [None] * len(registry.optimizers())
         self._forward_hooks: list[Any] = []
 
-        self._file = SignalFile(settings.signal)
+        self._file = SignalFile(settings.signal, container=environment.container_life())
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
         events.rank = rank
-        self._team = None if size == 1 else Team(ranks.join(), settings, registry, self._storage)
-        if self._team is None:
+        # Before anything that may wait: a signal comes once.
+        self._noticed = noticed
+        self._sigterm = noticed.sigterm
+        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
+        noticed.look_at(self._file, settings.grace_s)
+        noticed.end_at_deadline(self._leaving.exit_now)
+        self._team = None
+        if size == 1:
+            self._say_init([os.getpid()])
             self._begin_generation({"ranks": 1})
         else:
+            self._team = Team(ranks.join(), settings, registry, self._storage)
+            noticed.pass_on(self._team.pass_on)
             self._team.meet(self._begin_generation_for_all)
             self._take_over(self._team.welcome)
         self._legacy = self._find_legacy()
         self._capturer = Capturer(registry)
         self.gate = Gate(self._capturer)
-        self._sigterm = Sigterm()
-        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
         self._turn = 0
         shop = Workshop(self._storage, self._generation, settings.job, registry, self._capturer, self.gate)
         if self._team is None:
@@ -101,10 +143,8 @@ class Life:
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
         self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
-        self._watcher = Watcher(
-            sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._saver.tell
-        )
         self._start()
+        self._leave_if_told()
 
     # Beginning.
 
@@ -113,12 +153,25 @@ class Life:
         storage = self._storage
         storage.check()
         fresh = self.settings.resume == "never"
-        self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
-        self._say_where()
-        lineage.wait_for_leaving(storage, self._generation.lineage)
+        if self._is_told():
+            self._generation = lineage.not_claimed(storage, fresh=fresh)
+        else:
+            self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
+            self._say_where()
+            with contextlib.suppress(_Told):
+                lineage.wait_for_leaving(storage, self._generation.lineage, sleep=self._sleep_unless_told)
         self._candidates = lineage.ckpts(storage, self._generation.lineage)
         self._legacy = self._find_legacy()
-        self._check_required()
+        if not self._is_told():
+            self._check_required()
+
+    def _is_told(self) -> bool:
+        """This pod must leave, or that of another rank."""
+        return self._noticed.is_told or (self._team is not None and self._team.is_told)
+
+    def _sleep_unless_told(self, seconds: float) -> None:
+        if self._noticed.wait(seconds) or self._is_told():
+            raise _Told
 
     def _begin_generation_for_all(self, about: dict[str, Any]) -> Welcome:
         """Rank 0."""
@@ -166,7 +219,10 @@ class Life:
             )
 
     def _start(self) -> None:
-        self._leave_by_open_request_or_say_init()
+        if self._team is None or self._team.pod.position == 0:
+            self._saver.for_hook.remove()
+        if self._team is not None and self._team.pod.position == 0:
+            self._say_init(self._team.pids)
         self.gate.before_step = self._before_step
         self.gate.after_step = self._after_step
         self.gate.may_leave = self._leaving.may_leave
@@ -178,11 +234,12 @@ class Life:
         atexit.register(self.close)
         # Children of multiprocessing end by os._exit and run no atexit.
         multiprocessing.util.Finalize(None, self.close, exitpriority=100)
-        self._sigterm.install()
-        self._watcher.start()
+        self._sigterm.take_back()
+        self._noticed.pass_on(self._saver.tell)
         self._saver.start()
         if self._team is not None:
             self._team.begin()
+        self._noticed.hand_over()
         if self._team is None or self._team.pod.position == 0:
             for warning in environment.launcher_warnings(os.environ):
                 log("launcher_warning", level=logging.WARNING, means=warning)
@@ -194,18 +251,18 @@ class Life:
             registered=",".join(name for name, _ in self._registry),
         )
 
-    def _leave_by_open_request_or_say_init(self) -> None:
+    def _say_init(self, pids: list[int]) -> None:
         """An open request stays for the watcher to find; anything else in the file is history."""
-        fingerprint = self._file.fingerprint()
-        mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
-        found = self._file.read()
-        deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
-        if self._team is not None and self._team.pod.position != 0:
+        self._file.write_unless_asked(signal_file.INIT, grace_s=self.settings.grace_s, pids=",".join(map(str, pids)))
+
+    def _leave_if_told(self) -> None:
+        """Nothing is trained in a pod that has to go; several ranks leave together, at the end of their meeting."""
+        self._noticed.catch_up()
+        if self._leaving.news is None:
             return
-        self._saver.for_hook.remove()
-        if deadline is None:
-            pids = [os.getpid()] if self._team is None else self._team.pids
-            self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
+        while not self._leaving.may_leave():
+            self._leaving.is_decided.wait(0.05)
+        self._leaving.leave()
 
     # Loading.
 
@@ -524,7 +581,7 @@ class Life:
             return
         self._sigterm.is_exiting = True
         self.gate.close()
-        end_s = time.monotonic() + NEWS_BEHIND_S
+        end_s = time.monotonic() + BEHIND_S
         while self._sigterm.is_heard and self._leaving.news is None and time.monotonic() < end_s:
             time.sleep(0.002)
         if self._leaving.news is not None:
@@ -534,11 +591,10 @@ class Life:
             self._team.say_bye()
         self._leaving.main_is_out.set()
         self._saver.close(EXIT_WAIT_S if self._leaving.news is None else 5.0)
-        self._watcher.close()
+        self._noticed.close()
         if self._team is not None:
             self._team.close()
         self.gate.remove()
-        self._sigterm.close()
         if self._leaving.news is None:
             if self._team is None or self._team.is_last_of_pod():
                 self._file.remove()

@@ -53,6 +53,17 @@ class Generation:
     """Those known without guessing past an unreadable record: only there anything is deleted."""
     differs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     """What of script and arguments is (there, here) in the life continued and in this one."""
+    is_claimed: bool = True
+    """False: this life leaves before it trains, and nothing on the volume tells of it."""
+
+
+def not_claimed(storage: LocalStorage, *, fresh: bool) -> Generation:
+    """For a life that leaves at once. A number of its own would keep the life that goes on from deleting anything."""
+    taken = numbers(storage)
+    number = max(taken, default=0) + 1
+    continues = None if fresh else max(taken, default=None)
+    lineage, proven = _lineage(storage, number, continues, taken)
+    return Generation(number, continues, lineage, proven, is_claimed=False)
 
 
 def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Generation:

@@ -236,6 +236,12 @@ class Ranks(threading.Thread):
         if not self.post(Line(what, self.rank, info=json.dumps(info)), timeout_s=GONE_S):
             raise RanksError("the job's store does not answer: see whether rank 0, or the agent of torchrun, is there")
 
+    def tell_news(self, deadline_s: float) -> None:
+        """This pod must leave, and so the others with it."""
+        self.hurry()
+        left_s = round(deadline_s - time.monotonic(), 3)
+        self.post(Line("news", self.rank, info=json.dumps({"grace_left_s": left_s})), timeout_s=0)
+
     def hurry(self) -> None:
         """Something is going on: look often, and show that this rank is alive."""
         with self._cond:

@@ -383,6 +383,8 @@ class Saver(threading.Thread):
 
     def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
         """Tell a life that starts meanwhile that a ckpt is coming, or that it need not wait any more."""
+        if not self._shop.generation.is_claimed:
+            return
         try:
             number = self._shop.generation.number
             if is_leaving:

@@ -153,11 +153,15 @@ class Sigterm:
             # comes then would turn a finished run into a killed one. It leaves an ignored signal alone.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._put_interrupt_back()
-            fd = signal.set_wakeup_fd(-1)
-            if fd != self._write_fd:
-                signal.set_wakeup_fd(fd)
-            elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
-                signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
+            self._put_wakeup_fd_back()
+
+    def put_back(self) -> None:
+        """Main thread, of a process that goes on without us: as it was before."""
+        _installed.discard(self)
+        if signal.getsignal(signal.SIGTERM) is self._handler:
+            signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+        self._put_interrupt_back()
+        self._put_wakeup_fd_back()
 
     def forget(self) -> None:
         """In a forked child."""
@@ -166,6 +170,13 @@ class Sigterm:
         if signal.getsignal(signal.SIGTERM) is self._handler:
             signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
         self._put_interrupt_back()
+
+    def _put_wakeup_fd_back(self) -> None:
+        fd = signal.set_wakeup_fd(-1)
+        if fd != self._write_fd:
+            signal.set_wakeup_fd(fd)
+        elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
+            signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
 
     def _put_interrupt_back(self) -> None:
         if self._parent is not None and signal.getsignal(signal.SIGINT) is self._interrupt_handler:

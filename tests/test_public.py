@@ -26,13 +26,13 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.items()}
 
-FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt"}
+FORWARDED = {"batches", "listening", "load_ckpt", "register", "resume", "safe_point", "save_ckpt", "watch"}
 
 LAYERS = [
     {"errors", "events", "environment"},
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "sigterm", "randomness", "progress"},
     {"hooks", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
-    {"parts", "registry", "leaving", "loop", "hooks.__main__"},
+    {"parts", "registry", "leaving", "lookout", "loop", "hooks.__main__"},
     {"manifest", "capture", "legacy"},
     {"lineage", "gate", "sharing"},
     {"retention", "loading", "saving"},

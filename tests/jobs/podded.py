@@ -2,7 +2,8 @@
 
 Each step takes STEP_S until the file `go` lies beside the ckpts, so a test finds it in the middle of its training
 for as long as it likes, and the life that is to come to the end needs no time. HOLD is a place where it waits for that
-file: `import`, before torch is imported; `load`, after the ckpt is loaded; `write`, before a part is written.
+file: `import`, before torch is imported; `listen`, before `listening()`; `load`, after the ckpt is loaded; `write`,
+before a part is written.
 
 With BIND each pod sees a directory of its own where its signal file lies, as where the paths are the same in all
 containers of a node.
@@ -131,6 +132,8 @@ for name, value in {
     migrator.register(name, value)
 if "BIG_MB" in os.environ:
     migrator.register("big", torch.ones(int(os.environ["BIG_MB"]) * 250_000))
+hold("listen")
+tell("begins to listen")
 migrator.listening(every=EVERY)
 if migrator.resume:
     migrator.load_ckpt()
