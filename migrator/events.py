@@ -20,6 +20,7 @@ EVENTS = {
     "storage_warning": "the place for ckpts works but has a weakness",
     "generation_claimed": "this life has its number",
     "generation_unreadable": "the record of an earlier life does not parse; its ckpts stay reachable",
+    "fork": "two lives went on from the same ckpt; the one that trained further counts",
     "other_lineage": "ckpts of another lineage lie beside ours; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",

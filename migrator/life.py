@@ -160,10 +160,23 @@ class Life:
             self._say_where()
             with contextlib.suppress(_Told):
                 lineage.wait_for_leaving(storage, self._generation.lineage, sleep=self._sleep_unless_told)
-        self._candidates = lineage.ckpts(storage, self._generation.lineage)
+        self._candidates = lineage.furthest_first(storage, self._generation)
+        self._name_forks()
         self._legacy = self._find_legacy()
         if not self._is_told():
             self._check_required()
+
+    def _name_forks(self) -> None:
+        branches = lineage.beside(self._storage, self._candidates)
+        if branches:
+            log(
+                "fork",
+                level=logging.WARNING,
+                furthest=self._candidates[0],
+                beside=",".join(branches),
+                means="two lives went on from the same ckpt; the one that trained further counts, what the other one "
+                "trained is not used",
+            )
 
     def _is_told(self) -> bool:
         """This pod must leave, or that of another rank."""
@@ -291,6 +304,7 @@ class Life:
         self.step = loaded.step
         self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
+        self._saver.went_on_from(loaded.ckpt)
         if loaded.loop is not None:
             self._place.load(loaded.loop, loaded.random)
         if loaded.random:

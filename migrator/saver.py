@@ -97,6 +97,10 @@ class Saver(threading.Thread):
             self._cond.notify_all()
         return ticket
 
+    def went_on_from(self, ckpt: str) -> None:
+        """This ckpt was loaded; those of this life say so."""
+        self._shop.origin[:] = [ckpt]
+
     def at_step(self, step: int) -> None:
         """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
         steps = self._settings.every.steps

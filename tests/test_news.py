@@ -428,6 +428,30 @@ def test_a_new_life_waits_for_the_save_of_the_old_one(counting: Job) -> None:
     assert saved_step(old) >= 40
 
 
+def test_a_doomed_pod_with_the_higher_number_does_not_win(counting: Job) -> None:
+    """Two lives go on from one ckpt; the one that trained further counts, whichever listened last, and it is said."""
+    first = stopped(counting, after=5)
+    real = counting.run(MIGRATOR_SIGNAL=str(counting.directory / "real" / "signal"))
+    real.wait_for(f"^step {saved_step(first) + 2}$")
+    doomed = stopped(counting, after=saved_step(first) + 1)
+    assert doomed.events("loaded")[0]["ckpt"] == real.events("loaded")[0]["ckpt"]
+    real.wait_for(f"^step {saved_step(doomed) + 5}$")
+    real.kill()
+    assert real.wait() == 143, real.text
+    assert saved_step(real) > saved_step(doomed)
+
+    last = counting.run(STEPS=str(saved_step(real) + 3))
+
+    assert last.wait() == 0, last.text
+    (loaded,) = last.events("loaded")
+    assert loaded["ckpt"] == real.events("leaving")[0]["ckpt"]
+    (fork,) = last.events("fork")
+    assert (fork["furthest"], fork["beside"]) == (loaded["ckpt"], doomed.events("leaving")[0]["ckpt"])
+    whole = counting.run(STEPS=str(saved_step(real) + 3), MIGRATOR_RESUME="never")
+    assert whole.wait() == 0, whole.text
+    assert whole.text.splitlines()[-1] == last.text.splitlines()[-1]
+
+
 def test_a_new_life_does_not_wait_for_ever(counting: Job) -> None:
     """One that was killed while it saved is waited for until its grace is over; then the ckpt before is taken."""
     first = stopped(counting, after=10)
