@@ -6,7 +6,7 @@
 # grace, and ends as soon as the trainer has answered.
 #
 #   exit 0   saved: the ckpt exists
-#        3   nobody to ask: no trainer listens, or it finished by itself
+#        3   nobody to ask: no trainer listens yet, or it finished by itself
 #        4   the trainer died before it answered
 #        5   no answer before the deadline
 #        6   the trainer answered that it could not save
@@ -15,7 +15,8 @@
 #
 # The reason goes to stderr, where kubelet takes it into the pod's events, and
 # to preStop.log, which also tells how far a long save is. It may be called
-# twice, even at the same time.
+# twice, even at the same time. With exit code 3 it leaves its request there: a
+# trainer that begins to listen before the grace is over leaves at once.
 #
 # MIGRATOR_SIGNAL      the signal file, as the trainer has it
 #                      (else MIGRATION_SIGNAL_PATH, else /tmp/migrator/signal)
@@ -95,8 +96,22 @@ finish() { # exit code, reason
     exit "$1"
 }
 
-read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $ckpt $late $error
-    word='' pids='' request='' deadline='' ckpt='' late='' error=''
+# An emptyDir outlives the container, and what was said in one container is nothing to the next.
+find_container() { # -> $container: the node's boot and when process 1 started; empty where /proc does not say
+    container=''
+    { read -r boot </proc/sys/kernel/random/boot_id && read -r stat </proc/1/stat; } 2>/dev/null || return 0
+    # The name of the program, in parentheses, may hold blanks; the fields behind it do not.
+    # shellcheck disable=SC2086
+    set -- ${stat##*) }
+    [ $# -lt 20 ] || container=$boot/${20}
+}
+
+is_of_here() { # container; one that is not known may be this one
+    [ -z "$1" ] || [ -z "$container" ] || [ "$1" = "$container" ]
+}
+
+read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline $of $ckpt $late $error
+    word='' pids='' request='' deadline='' of='' ckpt='' late='' error=''
     [ -f "$signal" ] || return 0
     {
         # A last line without its newline counts, hence the test behind each read.
@@ -111,6 +126,7 @@ read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline
                 pids=*) pids=${line#*=} ;;
                 request=*) request=${line#*=} ;;
                 deadline=*) deadline=${line#*=} ;;
+                container=*) of=${line#*=} ;;
                 ckpt=*) ckpt=${line#*=} ;;
                 late=*) late=${line#*=} ;;
                 error=*) error=${line#*=} ;;
@@ -214,16 +230,41 @@ rest_a_little() {
     sleep 1
 }
 
-write_request() { # pids -> asks under the id $mine
+put_request() { # further lines; false if it cannot be written
     aside=$signal_dir/.${signal##*/}.$host.$$.tmp
     if ! {
-        printf 'save\nrequest=%s\npod=%s\ndeadline=%s\nhook=%s\npids=%s\n' \
-            "$mine" "$host" "$kill_at" "$$" "$1" >"$aside" && mv -f "$aside" "$signal"
+        [ ! -d "$signal" ] &&
+            printf 'save\nrequest=%s\npod=%s\ncontainer=%s\ndeadline=%s\n%s' \
+                "$mine" "$host" "$container" "$kill_at" "$1" >"$aside" && mv -f "$aside" "$signal"
     } 2>/dev/null; then
         rm -f "$aside" 2>/dev/null
-        unlock
-        finish 7 "cannot write the signal file $signal: set MIGRATOR_SIGNAL to a file in a directory that the trainer and this hook can write"
+        return 1
     fi
+}
+
+write_request() { # pids -> asks under the id $mine
+    put_request "hook=$$
+pids=$1
+" && return 0
+    unlock
+    finish 7 "cannot write the signal file $signal: set MIGRATOR_SIGNAL to a file in a directory that the trainer and this hook can write"
+}
+
+# Nobody waits for an answer to it. Without it a trainer that is still importing would train until it is killed.
+leave_request() { # reason
+    if is_open || put_request ''; then
+        left='a trainer that begins to listen before the grace is over leaves at once'
+    else
+        left='a request for one that begins to listen cannot be left there'
+    fi
+    unlock
+    finish 3 "$1; $left"
+}
+
+is_open() { # the file holds a request of this container whose deadline is not over
+    hundredths "$deadline"
+    deadline_cs=${number:-0}
+    [ "$word" = save ] && [ -n "$request" ] && [ "$deadline_cs" -gt "$began_cs" ]
 }
 
 # An answer to this hook, to one that it joined, or to whoever asks.
@@ -270,13 +311,14 @@ kill_at=$((kill_at_cs / 100)).$((kill_at_cs / 10 % 10))
 { read -r host </proc/sys/kernel/hostname; } 2>/dev/null || host=unknown
 mine=$$-$((began_cs / 100))-$host
 log_dir
+find_container
 
+{ [ -d "$signal_dir" ] || mkdir -p "$signal_dir"; } 2>/dev/null
 [ -d "$signal_dir" ] && lock
 read_signal
+is_of_here "$of" || word='' pids=''
 waiting_for=$pids
 known=" $mine $request "
-hundredths "$deadline"
-deadline_cs=${number:-0}
 if { [ "$word" = resume ] && [ -n "$ckpt" ]; } || { [ "$word" = init ] && [ -n "$error" ] && [ -n "$request" ]; }; then
     unlock
     report
@@ -284,15 +326,12 @@ elif [ -e "$signal" ] && [ ! -r "$signal" ]; then
     unlock
     finish 7 "cannot read the signal file $signal: run the trainer and this hook as the same user"
 elif [ -z "$word" ]; then
-    unlock
-    finish 3 "no trainer listens: there is no signal file at $signal, or nothing in it that a trainer wrote"
-elif [ -z "$pids" ] && [ "$word" != save ]; then
-    unlock
-    finish 3 "no trainer listens: the signal file $signal names nobody"
+    leave_request "no trainer listens: there is no signal file at $signal, or nothing in it that a trainer of this container wrote"
+elif [ -z "$pids" ] && { [ "$word" != save ] || [ -n "$of" ]; }; then
+    leave_request "no trainer listens: the signal file $signal names nobody"
 elif [ -n "$pids" ] && ! anyone_alive "$pids"; then
-    unlock
-    finish 3 "no trainer: nobody of those named in $signal is alive (pids $pids)"
-elif [ "$word" = save ] && [ -n "$request" ] && [ "$deadline_cs" -gt "$began_cs" ]; then
+    leave_request "no trainer: nobody of those named in $signal is alive (pids $pids)"
+elif is_open; then
     # Another hook asks already, so this one joins it. The grace began with that one.
     until_then=$((started + deadline_cs - began_cs - margin_cs))
     [ "$until_then" -lt "$give_up" ] && give_up=$until_then
@@ -324,7 +363,12 @@ while :; do
             is_for_us || known="$known$request "
             [ -n "$pids" ] && waiting_for=$pids
             ;;
-        *) [ -e "$signal" ] || finish 3 "the trainer finished by itself: it took the signal file away" ;;
+        *)
+            if [ ! -e "$signal" ]; then
+                lock
+                leave_request "the trainer finished by itself: it took the signal file away"
+            fi
+            ;;
     esac
     if [ -n "$waiting_for" ] && ! anyone_alive "$waiting_for"; then
         dead=$((dead + 1))

@@ -59,6 +59,7 @@ _INSTANCE_NAMES = {
     "resume",
     "safe_point",
     "save_ckpt",
+    "watch",
 }
 
 
@@ -69,6 +70,11 @@ def __getattr__(name: str) -> Any:
 
         globals()["migrator"] = instance = Migrator()
         return instance
+    if name == "watch" and "migrator" not in globals():
+        # For the top of a script: torch may take long to import.
+        from migrator.lookout import watch
+
+        return watch
     if name in _INSTANCE_NAMES:
         return getattr(__getattr__("migrator") if "migrator" not in globals() else globals()["migrator"], name)
     if name in __all__:

@@ -59,6 +59,36 @@ def pod_name() -> str:
     return os.environ.get("HOSTNAME") or socket.gethostname()
 
 
+def container_life(proc: Path = Path("/proc")) -> str:
+    """What the hooks call this container between its start and its end: the node's boot, and when process 1 started.
+
+    A container that is started again in place gets another one, though its emptyDirs stay. Empty where `/proc` does
+    not say. In a pod whose containers share their process ids it is the pod's.
+    """
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        # The name of the program, in parentheses, may hold anything; the 22nd field is the 20th behind it.
+        started = (proc / "1/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+    return f"{boot}/{started}"
+
+
+def container(proc: Path = Path("/proc")) -> str:
+    """Equal in processes of one container, and only there.
+
+    The host's name does not tell: pods with `hostNetwork` have that of their node. The numbers of namespaces differ
+    between containers of one node, and mean nothing on another node, hence the boot.
+    """
+    found = [socket.gethostname(), container_life(proc)]
+    for name in ("mnt", "pid"):
+        try:
+            found.append((proc / "self/ns" / name).readlink().name)
+        except OSError:
+            found.append("")
+    return " ".join(found)
+
+
 def is_alive(pid: int) -> bool:
     """A process of this pid exists here and is not a zombie."""
     try:

@@ -20,6 +20,7 @@ EVENTS = {
     "storage_warning": "the place for ckpts works but has a weakness",
     "generation_claimed": "this life has its number",
     "generation_unreadable": "the record of an earlier life does not parse; its ckpts stay reachable",
+    "fork": "two lives went on from the same ckpt; the one that trained further counts",
     "other_lineage": "ckpts of another lineage lie beside ours; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
     "waiting_for_leaving": "an earlier life is still saving; waits for its ckpt or the end of its grace",
@@ -63,6 +64,7 @@ EVENTS = {
     "gate_stall": "the training loop waited for a save",
     # news
     "signal": "the news that this pod must leave",
+    "signal_early": "the news that this pod must leave came before listening() was through: no step is trained",
     "signal_ignored": "the signal file says something that is no request",
     "sigterm_silenced": "C code had taken SIGTERM away from Python; it was taken back",
     "handler_held_back": "another SIGTERM handler wanted to end the process; it has to wait for the save",

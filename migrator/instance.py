@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from migrator import events, last_word, settings
+from migrator import events, last_word, life, lookout, settings
 from migrator.errors import UsageError
 from migrator.life import Life
 from migrator.loop import Batches
@@ -49,6 +49,15 @@ class Migrator:
                 "and in what was loaded. Register everything first."
             )
         self._registry.add(name, value, own=own)
+
+    def watch(self) -> None:
+        """Notice SIGTERM and the hook's request from now on; `listening()` then leaves before a step is trained.
+
+        For the top of a script that takes long to come to `listening()`. `import migrator; migrator.watch()` does
+        it without importing torch. Calling it twice, or after `listening()`, does nothing.
+        """
+        if self._life is None:
+            lookout.watch()
 
     def listening(
         self,
@@ -104,7 +113,7 @@ class Migrator:
                 "loaded into what is registered now. For another training give it a name of its own: "
                 'listening(job="fold-2"). To go on with the same one: listening(resume="auto").'
             )
-        self._life = Life(found, self._registry)
+        self._life = life.begin(found, self._registry)
 
     @property
     def resume(self) -> bool:

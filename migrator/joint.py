@@ -8,7 +8,6 @@ hurt others or bring it back to life.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -117,9 +116,7 @@ class JointSaver(Saver):
 
     def _pass_on(self, news: News) -> None:
         if news.is_local:
-            left_s = round(news.deadline_s - time.monotonic(), 3)
-            self._ranks.hurry()
-            self._ranks.post(Line("news", self._ranks.rank, info=json.dumps({"grace_left_s": left_s})), timeout_s=0)
+            self._ranks.tell_news(news.deadline_s)
 
     def _read_board(self, lines: list[Line]) -> None:
         """The ranks' thread: what others have to say."""

@@ -7,6 +7,7 @@ need is imported and made here, before there is anything to be in a hurry about.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import multiprocessing.util
 import os
@@ -21,13 +22,14 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator import environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
 from migrator.agreement import Line
 from migrator.canary import Contents
 from migrator.capture import Capturer
 from migrator.errors import (
     CkptCorrupt,
     CkptMismatch,
+    Migrated,
     MigratorError,
     NoUsableCkpt,
     ResumeIgnored,
@@ -40,6 +42,7 @@ from migrator.gate import Gate, Phase
 from migrator.iteration import Iteration
 from migrator.joint import JointSaver
 from migrator.leaving import HOOK_READS_S, Leaving, Outcome
+from migrator.lookout import BEHIND_S, Lookout
 from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
@@ -50,61 +53,88 @@ from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
 from migrator.signal_file import SignalFile
 from migrator.signal_owner import SignalOwner
-from migrator.sigterm import Sigterm
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
-from migrator.watcher import News, Watcher
+from migrator.watcher import News
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
 MANY_STEPS = 200
 """So many steps of an optimizer without a safe point are worth a line in the log."""
-NEWS_BEHIND_S = 1.0
-"""So long may the watcher take to read of a SIGTERM that the main thread has seen."""
+
+
+class _Told(Exception):  # noqa: N818 - internal
+    """The news came while `listening()` waited."""
+
+
+def begin(settings: Settings, registry: Registry) -> Life:
+    """What `listening()` does. Where it fails everything is as before, unless the pod has to leave anyway."""
+    noticed, owner = lookout.take(), SignalOwner(settings.signal)
+    try:
+        return Life(settings, registry, noticed, owner)
+    except (Exception, KeyboardInterrupt) as error:
+        owner.release()
+        file = SignalFile(settings.signal, container=environment.container_life())
+        is_told = noticed.is_told and isinstance(error, Exception)
+        noticed.give_up()
+        with contextlib.suppress(MigratorError):
+            _withdraw(file, error, is_told=is_told, grace_s=settings.grace_s)
+        if not is_told:
+            raise
+        why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
+        log("leaving", level=logging.ERROR, why=why)
+        # The pod goes in any case, and an error would tell the cluster not to start it again.
+        raise Migrated(settings.exit_code) from error
+
+
+def _withdraw(file: SignalFile, error: BaseException, *, is_told: bool, grace_s: float) -> None:
+    """In the signal file: answer the hook, or take back that this process listens."""
+    found = file.read()
+    if found is None:
+        return
+    if is_told and file.open_request(grace_s) is not None:
+        why = f"nothing was trained yet, and listening() failed: {error}"
+        file.write(signal_file.INIT, request=found.fields.get("request"), error=why)
+    elif found.word == signal_file.INIT and found.pids == (os.getpid(),):
+        file.remove()
 
 
 class Life:
     """What `listening()` starts and the end of the process closes."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: Registry, noticed: Lookout, owner: SignalOwner) -> None:
         self.settings = settings
         self._registry = registry
         self._pid = os.getpid()
         self._thread = threading.get_ident()
-        self.step = 0
-        self.is_loaded = False
-        self._finished_before: frozenset[int] | None = None
-        self._finished: set[int] = set()
-        self._iteration = Iteration()
-        self._by_hand: dict[str, Contents] | None = None
-        """What tells that tensors change although no optimizer has stepped."""
-        self._steps = 0
-        self._known_optimizers: set[int] = {id(o) for o in registry.optimizers()}
-        self._is_explicit = False
-        """The script marks its safe points, by `batches()` or `safe_point()`."""
-        self._unsaved_steps = 0
-        self._gradients_at_safe_point: list[object] = [None] * len(registry.optimizers())
-        self._roots = {id(module) for module in registry.modules()}
-        self._forward_hook: Any = None
-
-        self._file = SignalFile(settings.signal)
-        self._owner = SignalOwner(settings.signal)
+        self._nothing_trained_yet()
+        self._file = SignalFile(settings.signal, container=environment.container_life())
+        self._owner = owner
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
         events.rank = rank
-        self._team = None if size == 1 else Team(ranks.join(), settings, registry, self._storage)
-        if self._team is None:
-            # Before anything on the volume says that another life has begun.
+        if size == 1:
+            # Before anything says that this process listens, or that another life has begun.
             self._owner.take()
+        # Before anything that may wait: a notice comes once.
+        self._noticed = noticed
+        self._sigterm = noticed.sigterm
+        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
+        noticed.look_at(self._file, settings.grace_s)
+        noticed.end_at_deadline(self._leaving.exit_now)
+        self._team = None
+        if size == 1:
+            self._file.forget_ends()
+            self._say_init([os.getpid()])
             self._begin_generation({"ranks": 1})
         else:
+            self._team = Team(ranks.join(), settings, registry, self._storage)
+            noticed.pass_on(self._team.pass_on)
             self._team.meet(self._begin_generation_for_all)
             self._take_over(self._team.welcome)
         self._legacy = self._find_legacy()
         self._capturer = Capturer(registry)
         self.gate = Gate(self._capturer)
-        self._sigterm = Sigterm()
-        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
         self._turn = 0
         shop = Workshop(self._storage, self._generation, settings.job, registry, self._capturer, self.gate)
         if self._team is None:
@@ -118,8 +148,26 @@ class Life:
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
         self.loops = Loops(self, self._place, {name: kind.target for name, kind in registry})
-        self._watcher = Watcher(sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._hear)
         self._start()
+        self._leave_if_told()
+
+    def _nothing_trained_yet(self) -> None:
+        """What is known of the training: its steps, and what speaks for and against safe points."""
+        self.step = 0
+        self.is_loaded = False
+        self._finished_before: frozenset[int] | None = None
+        self._finished: set[int] = set()
+        self._iteration = Iteration()
+        self._by_hand: dict[str, Contents] | None = None
+        """What tells that tensors change although no optimizer has stepped."""
+        self._steps = 0
+        self._known_optimizers: set[int] = {id(o) for o in self._registry.optimizers()}
+        self._is_explicit = False
+        """The script marks its safe points, by `batches()` or `safe_point()`."""
+        self._unsaved_steps = 0
+        self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
+        self._roots = {id(module) for module in self._registry.modules()}
+        self._forward_hook: Any = None
 
     # Beginning.
 
@@ -128,13 +176,44 @@ class Life:
         storage = self._storage
         storage.check()
         fresh = self.settings.resume == "never"
-        self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
-        self._say_where()
-        lineage.wait_for_leaving(storage, self._generation.lineage)
-        number, ours = self._generation.number, self._generation.lineage
-        self._candidates = lineage.go_on(storage, number, lambda: lineage.ckpts(storage, ours))
+        if self._is_told():
+            self._generation = lineage.not_claimed(storage, fresh=fresh)
+        else:
+            self._generation = lineage.claim(storage, fresh=fresh, about={**_about(), **about})
+            self._say_where()
+            with contextlib.suppress(_Told):
+                lineage.wait_for_leaving(storage, self._generation.lineage, sleep=self._sleep_unless_told)
+        self._candidates = self._find_candidates()
+        self._name_forks()
         self._legacy = self._find_legacy()
-        self._check_required()
+        if not self._is_told():
+            self._check_required()
+
+    def _find_candidates(self) -> list[str]:
+        def find() -> list[str]:
+            return lineage.furthest_first(self._storage, self._generation)
+
+        return find() if self._is_told() else lineage.go_on(self._storage, self._generation.number, find)
+
+    def _name_forks(self) -> None:
+        branches = lineage.beside(self._storage, self._candidates)
+        if branches:
+            log(
+                "fork",
+                level=logging.WARNING,
+                furthest=self._candidates[0],
+                beside=",".join(branches),
+                means="two lives went on from the same ckpt; the one that trained further counts, what the other one "
+                "trained is not used",
+            )
+
+    def _is_told(self) -> bool:
+        """This pod must leave, or that of another rank."""
+        return self._noticed.is_told or (self._team is not None and self._team.is_told)
+
+    def _sleep_unless_told(self, seconds: float) -> None:
+        if self._noticed.wait(seconds) or self._is_told():
+            raise _Told
 
     def _begin_generation_for_all(self, about: dict[str, Any]) -> Welcome:
         """Rank 0."""
@@ -182,7 +261,12 @@ class Life:
             )
 
     def _start(self) -> None:
-        self._leave_by_open_request_or_say_init()
+        if self._team is None or self._team.pod.position == 0:
+            self._saver.for_hook.remove()
+        if self._team is not None and self._team.pod.position == 0:
+            self._owner.take()
+            self._file.forget_ends()
+            self._say_init(self._team.pids)
         self.gate.before_step = self._before_step
         self.gate.after_step = self._after_step
         self.gate.is_trained_by_hand = self._is_trained_by_hand
@@ -196,11 +280,12 @@ class Life:
         atexit.register(self.close)
         # Children of multiprocessing end by os._exit and run no atexit.
         self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
-        self._sigterm.install()
-        self._watcher.start()
+        self._sigterm.take_back()
+        self._noticed.pass_on(self._hear)
         self._saver.start()
         if self._team is not None:
             self._team.begin()
+        self._noticed.hand_over()
         if self._team is None or self._team.pod.position == 0:
             for warning in environment.launcher_warnings(os.environ):
                 log("launcher_warning", level=logging.WARNING, means=warning)
@@ -233,21 +318,18 @@ class Life:
             self._note_script_knows()
         return self.has_news
 
-    def _leave_by_open_request_or_say_init(self) -> None:
+    def _say_init(self, pids: list[int]) -> None:
         """An open request stays for the watcher to find; anything else in the file is history."""
-        fingerprint = self._file.fingerprint()
-        mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
-        found = self._file.read()
-        deadline = signal_file.is_open(found, now=time.time(), mtime=mtime, grace_s=self.settings.grace_s)
-        if self._team is not None and self._team.pod.position != 0:
+        self._file.write_unless_asked(signal_file.INIT, grace_s=self.settings.grace_s, pids=",".join(map(str, pids)))
+
+    def _leave_if_told(self) -> None:
+        """Nothing is trained in a pod that has to go; several ranks leave together, at the end of their meeting."""
+        self._noticed.catch_up()
+        if self._leaving.news is None:
             return
-        if self._team is not None:
-            self._owner.take()
-        self._saver.for_hook.remove()
-        self._file.forget_ends()
-        if deadline is None:
-            pids = [os.getpid()] if self._team is None else self._team.pids
-            self._file.write(signal_file.INIT, pids=",".join(map(str, pids)))
+        while not self._leaving.may_leave():
+            self._leaving.is_decided.wait(0.05)
+        self._leaving.leave()
 
     # Loading.
 
@@ -276,6 +358,7 @@ class Life:
         self.step = loaded.step
         self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
+        self._saver.went_on_from(loaded.ckpt)
         if loaded.loop is not None:
             generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
             self._place.load(loaded.loop, loaded.random, generators, anew=self.settings.loops == "anew")
@@ -642,7 +725,7 @@ class Life:
             self._leaving.leave()
         atexit.unregister(self.close)
         self._finalizer.cancel()
-        self._sigterm.put_back()
+        self._noticed.give_up()
 
     def close(self) -> None:
         """At exit: let a running save end, stop all threads, take the signal file away. May be called twice."""
@@ -650,7 +733,7 @@ class Life:
             return
         self._sigterm.is_exiting = True
         self.gate.close()
-        end_s = time.monotonic() + NEWS_BEHIND_S
+        end_s = time.monotonic() + BEHIND_S
         # Where a handler of the script's own took the place of ours, only the watcher knows of a SIGTERM.
         while self._leaving.news is None and time.monotonic() < end_s:
             if not (self._sigterm.is_heard or self._sigterm.is_pending):
@@ -663,13 +746,12 @@ class Life:
             self._team.say_bye()
         self._leaving.main_is_out.set()
         self._saver.close(EXIT_WAIT_S if self._leaving.news is None else 5.0)
-        self._watcher.close()
+        self._noticed.close()
         if self._team is not None:
             self._team.close()
         self.gate.remove()
         self._workers_seeded_apart.remove()
         self._stop_waiting_for_forward()
-        self._sigterm.close()
         if self._leaving.news is None:
             self._file.note_end()
             if self._team is None or self._team.is_last_of_pod(self._file.ended()):

@@ -2,8 +2,13 @@
 
 Each life claims a number of its own, once, by the exclusive appearance of a record
 that says which life it continues. The ckpts of the lineage are those of this life,
-of the one it continues, and so on; the newest is that of the highest generation,
-even if an earlier life that would not die still commits a higher step.
+of the one it continues, and so on.
+
+Two lives may go on from the same ckpt: one that was thought dead and is not, or one
+in a pod that is to go while its replacement runs already. That is a fork. Both
+branches are right, and the number of a life says nothing about which one is worth
+more: a doomed pod that starts slowly has the higher one. So the next life takes
+the ckpt with the highest step, and names the branch that it leaves behind.
 
 Kubernetes may start a new life while the old one is still saving. So a life that
 leaves says so by a mark beside its record, and the next one waits for its ckpt,
@@ -27,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from migrator import identity
-from migrator.errors import CkptCorrupt, StorageError
+from migrator.errors import CkptCorrupt, CkptMismatch, StorageError
 from migrator.events import log
 from migrator.manifest import LIMIT, NAME, Manifest, ckpt_name, parse_ckpt_name, seal, unseal
 from migrator.storage import LocalStorage
@@ -45,6 +50,7 @@ a long wait only seconds: a full node or a slow volume may well hold a beat back
 NOT_A_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.EFBIG})
 """What reading says where there is no file, or something that is none of ours: damage, not a failing volume."""
 
+_FROM_THE_START = "from the start"
 _RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
 _NOTE = re.compile(r"([0-9]{6,18})\.from", re.ASCII)
 _RECORD_LIMIT = 1 << 20
@@ -64,6 +70,17 @@ class Generation:
     """Those known without guessing past an unreadable record: only there anything is deleted."""
     differs: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     """What of script and arguments is (there, here) in the life continued and in this one."""
+    is_claimed: bool = True
+    """False: this life leaves before it trains, and nothing on the volume tells of it."""
+
+
+def not_claimed(storage: LocalStorage, *, fresh: bool) -> Generation:
+    """For a life that leaves at once. A number of its own would keep the life that goes on from deleting anything."""
+    taken = numbers(storage)
+    number = max(taken, default=0) + 1
+    continues = None if fresh else max(taken, default=None)
+    lineage, proven = _lineage(storage, number, continues, taken)
+    return Generation(number, continues, lineage, proven, is_claimed=False)
 
 
 def claim(storage: LocalStorage, *, fresh: bool, about: Mapping[str, Any]) -> Generation:
@@ -101,6 +118,59 @@ def ckpts(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> l
     names = [ckpt_name(*place) for place in sorted(found, reverse=True)]
     # By listing: asked for the name alone, NFS may say no for a while.
     return [name for name in names if _is_committed(storage, name)]
+
+
+def furthest_first(storage: LocalStorage, generation: Generation) -> list[str]:
+    """The ckpts that a life may load, in the order in which it tries them.
+
+    What lies behind an unreadable record may belong to a lineage that was given up on purpose, with steps as high as
+    it likes. It comes last, and there the later life comes first.
+    """
+
+    def worth(name: str) -> tuple[bool, int, int]:
+        number, step = parse_ckpt_name(name) or (0, 0)
+        return (True, step, number) if number in generation.proven else (False, number, step)
+
+    return sorted(ckpts(storage, generation.lineage), key=worth, reverse=True)
+
+
+def beside(storage: LocalStorage, names: list[str]) -> list[str]:
+    """Those of these ckpts that did not lead to the first one: another life went on from before them.
+
+    Each manifest says which ckpt its life went on from. Numbers fall along the way back, so a life that was jumped
+    over is not on it. What is below the last life that is known may be, and is not named.
+    """
+    origins: dict[int, str | None] = {}
+    for name in names:
+        number, _ = parse_ckpt_name(name) or (0, 0)
+        if number not in origins:
+            origins[number] = _origin(storage, name)
+    left_at: dict[int, int] = {}
+    """Of each life on the way: the step from which the next one went on."""
+    lowest = names[0] if names else ""
+    while (place := parse_ckpt_name(lowest)) is not None and place[0] < min(left_at, default=place[0] + 1):
+        left_at[place[0]] = place[1]
+        lowest = origins.get(place[0]) or ""
+    from_the_start = lowest == _FROM_THE_START
+
+    def is_beside(name: str) -> bool:
+        number, step = parse_ckpt_name(name) or (0, 0)
+        if number in left_at:
+            return step > left_at[number]
+        return from_the_start or number > min(left_at)
+
+    return [name for name in names if is_beside(name)]
+
+
+def _origin(storage: LocalStorage, name: str) -> str | None:
+    """The ckpt that the life which saved this one went on from; None if it does not say."""
+    try:
+        written = whole(storage, name).written
+    except (CkptCorrupt, CkptMismatch, StorageError):
+        return None  # why it cannot be read is said when it is to be loaded
+    if "continues" not in written:
+        return None
+    return _FROM_THE_START if written["continues"] is None else str(written["continues"])
 
 
 def uncommitted(storage: LocalStorage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:

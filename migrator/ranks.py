@@ -17,7 +17,6 @@ import atexit
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from migrator import environment
 from migrator.agreement import Board, Line
 from migrator.errors import RanksError, UsageError
 from migrator.events import log
@@ -236,6 +236,12 @@ class Ranks(threading.Thread):
         if not self.post(Line(what, self.rank, info=json.dumps(info)), timeout_s=GONE_S):
             raise RanksError("the job's store does not answer: see whether rank 0, or the agent of torchrun, is there")
 
+    def tell_news(self, deadline_s: float) -> None:
+        """This pod must leave, and so the others with it."""
+        self.hurry()
+        left_s = round(deadline_s - time.monotonic(), 3)
+        self.post(Line("news", self.rank, info=json.dumps({"grace_left_s": left_s})), timeout_s=0)
+
     def hurry(self) -> None:
         """Something is going on: look often, and show that this rank is alive."""
         with self._cond:
@@ -345,5 +351,5 @@ class Ranks(threading.Thread):
 
 
 def here(signal: os.PathLike[str] | str) -> Mapping[str, Any]:
-    """What tells a rank's pod: ranks with the same host and signal file are in one."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "signal": os.fspath(signal)}
+    """What tells a rank's pod: ranks with the same container and signal file are in one."""
+    return {"pid": os.getpid(), "container": environment.container(), "signal": os.fspath(signal)}

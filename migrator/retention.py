@@ -3,7 +3,8 @@
 Nothing is deleted before what replaces it is whole and durable. A life deletes in
 its own generation, and in earlier ones of its lineage once none of them can still
 be saving; if a later life exists it deletes nothing at all: it may be the one that
-was thought dead. Other lineages are never touched.
+was thought dead. While another life has come further, it deletes in its own generation
+only: the next life goes on from there. Other lineages are never touched.
 
 Of a ckpt the manifest goes first: from then on it does not exist, and a crash leaves
 only bytes that the next commit sweeps, never a ckpt with a part missing. What dead
@@ -42,10 +43,10 @@ def retire(
     """
     gone: list[str] = []
     try:
-        kept = _kept(storage, generation, keep=max(1, keep), bad=bad)
+        kept, is_furthest = _kept(storage, generation, keep=max(1, keep), bad=bad)
         if not kept:
             return gone
-        ours = _where_to_delete(storage, generation)
+        ours = _where_to_delete(storage, generation) if is_furthest else frozenset({generation.number})
         for name in _superfluous(storage, generation, kept, ours, is_full=len(kept) == max(1, keep)):
             if name == current or not (sweeps or NAME in storage.list(name)):
                 continue
@@ -68,18 +69,21 @@ def _is_fenced(storage: LocalStorage, generation: Generation) -> bool:
     return max(lineage.numbers(storage), default=0) > generation.number
 
 
-def _kept(storage: LocalStorage, generation: Generation, *, keep: int, bad: frozenset[str]) -> list[str]:
-    """The ckpts that stay, newest first and durable; none if nothing may be deleted."""
+def _kept(storage: LocalStorage, generation: Generation, *, keep: int, bad: frozenset[str]) -> tuple[list[str], bool]:
+    """The ckpts that stay, furthest first and durable, and whether this life has come furthest. None: all stay."""
     if _is_fenced(storage, generation):
-        return []
-    kept = _newest_whole(storage, lineage.ckpts(storage, generation.lineage), keep=keep, bad=bad)
-    if not kept or _age(kept[0])[0] != generation.number:
-        # What was there before stays until this life has shown that it can commit.
-        return []
+        return [], False
+    committed = lineage.furthest_first(storage, generation)
+    kept = _newest_whole(storage, committed, keep=keep, bad=bad)
+    is_furthest = bool(kept) and _age(kept[0])[0] == generation.number
+    if not is_furthest:
+        # What others saved stays until this life has shown that it can commit, and has come further.
+        own = [name for name in committed if _age(name)[0] == generation.number]
+        kept = _newest_whole(storage, own, keep=keep, bad=bad)
     for name in kept:
         # That they can be listed does not mean that a node crash leaves them there.
         lineage.make_durable(storage, name)
-    return kept
+    return kept, is_furthest
 
 
 def _superfluous(
@@ -87,8 +91,9 @@ def _superfluous(
 ) -> list[str]:
     """What may go, oldest first."""
     remains = [name for name in lineage.uncommitted(storage, ours) if _age(name) < _age(kept[0])]
-    committed = lineage.ckpts(storage, generation.lineage) if is_full else []
-    old = [name for name in committed if _age(name) < _age(kept[-1]) and _age(name)[0] in ours]
+    committed = lineage.furthest_first(storage, generation) if is_full else []
+    behind = committed[committed.index(kept[-1]) + 1 :] if kept[-1] in committed else []
+    old = [name for name in behind if _age(name)[0] in ours]
     return sorted([*remains, *old], key=_age)
 
 

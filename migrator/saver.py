@@ -103,6 +103,10 @@ class Saver(threading.Thread):
             self._cond.notify_all()
         return ticket
 
+    def went_on_from(self, ckpt: str) -> None:
+        """This ckpt was loaded; those of this life say so."""
+        self._shop.origin[:] = [ckpt]
+
     def at_step(self, step: int) -> None:
         """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
         steps = self._settings.every.steps
@@ -414,6 +418,8 @@ class Saver(threading.Thread):
 
     def _mark(self, *, is_leaving: bool, is_safe: bool = False) -> None:
         """Tell a life that starts meanwhile that a ckpt is coming, or that it need not wait any more."""
+        if not self._shop.generation.is_claimed:
+            return
         try:
             number = self._shop.generation.number
             if is_leaving:

@@ -94,6 +94,8 @@ class Workshop:
     """This rank sees the root; else it only hands its own state to those that do."""
     tries: Counter[str] = field(default_factory=Counter)
     """How often this process has written into each ckpt."""
+    origin: list[str] = field(default_factory=list)
+    """The ckpt that this life went on from, once it is loaded."""
 
 
 class Aside:
@@ -254,7 +256,7 @@ class Attempt:
             generation=self._shop.generation.number,
             job=self._shop.job,
             ranks=self._shop.size,
-            written=_written(),
+            written={**_written(), "continues": self._shop.origin[0] if self._shop.origin else None},
         )
         self._commit(manifest)
         saved = self._saved(manifest.bytes)

@@ -219,6 +219,21 @@ def places(environ: Mapping[str, str]) -> Places:
     return Places(**found)
 
 
+def of_the_signal(environ: Mapping[str, str]) -> tuple[Path, float]:
+    """Signal file and grace alone, for what has to know them before `listening()`."""
+    known = {f.name: f.metadata for f in fields(Settings) if f.metadata}
+    found, wrong = {}, []
+    for name in ("signal", "grace_s"):
+        given, where = _from_environment(known[name]["variable"], known[name]["default"], environ)
+        try:
+            found[name] = known[name]["parse"](given)
+        except ValueError as error:
+            wrong.append(f"{where} is {given!r}; allowed: {error}")
+    if wrong:
+        raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
+    return found["signal"], found["grace_s"]
+
+
 def _text(given: object) -> str:
     try:
         return str(given)

@@ -10,11 +10,15 @@ garbage, for no news at all.
 
     init       pids                           a trainer listens
     save       request pod deadline hook pids a hook asks, until the deadline
+    save       request pod deadline           the same; nobody listened, so the hook went without an answer
     resume     request ckpt step ...          it is saved
     init       request error                  it could not be saved
 
-The price: the last writer wins. Two hooks that ask at once agree through a
-lock of their own, and a trainer looks for an open request before it writes.
+All of it also says in which `container` it was written: a volume may outlive the
+container, and a request to one is nothing to the next.
+
+The price: the last writer wins. Hooks that ask, and a trainer that begins to
+listen, agree through a lock file; an answer is written without it.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +45,8 @@ READ_AT_MOST = 64 * 1024
 _VALUE_AT_MOST = 4096
 DEADLINE_AT_MOST_S = 86400.0
 """No request is open for longer, whatever it says: what waits for a deadline must come to an end."""
+LOCKED_S = 0.5
+"""A lock that is held longer is that of a process that was killed. The hooks wait as long."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BLANK = " \t\r\0"
 
@@ -85,19 +92,27 @@ def render(word: str, fields: Mapping[str, object]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float) -> float | None:
+def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float, container: str = "") -> float | None:
     """The deadline of a request that is not over yet, else None.
 
     A request is over when it is answered or past its deadline, not when it is
     older than this process: a rank that is started again inside a dying pod
-    must see it. Without a readable deadline the file's age stands in for it.
+    must see it, and one that begins to listen only now. But a container that is
+    started again in place is told nothing by a request to the one before it.
+    Without a readable deadline the file's age stands in for it.
     """
-    if signal is None or signal.word != SAVE:
+    if signal is None or signal.word != SAVE or not _is_of(container, signal):
         return None
     deadline = _finite(signal.fields.get("deadline"))
     if deadline is None:
         deadline = mtime + grace_s
     return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
+
+
+def _is_of(container: str, signal: Signal) -> bool:
+    """Written in this container, as far as both are known."""
+    said = signal.fields.get("container", "")
+    return not said or not container or said == container
 
 
 def _finite(text: str | None) -> float | None:
@@ -111,9 +126,11 @@ def _finite(text: str | None) -> float | None:
 class SignalFile:
     """The signal file at one path. Every failure is a `SettingsError` that names it."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, container: str = "") -> None:
         self.path = Path(path)
         self._ended = self.path.with_name(f"{self.path.name}.ended")
+        self.container = container
+        """Said in all that is written (`environment.container_life`)."""
 
     def __repr__(self) -> str:
         return f"SignalFile({str(self.path)!r})"
@@ -137,6 +154,7 @@ class SignalFile:
 
     def write(self, word: str, /, **fields: object) -> None:
         """Replace the file in one act; its directory is made if it is missing."""
+        fields = {**fields, "container": self.container} if self.container else fields
         data = render(word, fields).encode("utf-8", errors="backslashreplace")
         # Threads of one process must not share the file they write aside.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -152,6 +170,42 @@ class SignalFile:
                 raise
         except OSError as error:
             raise self._error("written", error) from error
+
+    def open_request(self, grace_s: float) -> float | None:
+        """The deadline of a request to this container that is not over yet, else None."""
+        fingerprint = self.fingerprint()
+        mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
+        return is_open(self.read(), now=time.time(), mtime=mtime, grace_s=grace_s, container=self.container)
+
+    def write_unless_asked(self, word: str, /, *, grace_s: float, **fields: object) -> float | None:
+        """Replace the file, but not an open request: its deadline is returned then."""
+        with self._locked():
+            deadline = self.open_request(grace_s)
+            if deadline is None:
+                self.write(word, **fields)
+            return deadline
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock of the hooks: none of them writes between our look and our writing. It is not waited for long."""
+        lock, end_s = self.path.with_name(f".{self.path.name}.lock"), time.monotonic() + LOCKED_S
+        fd = None
+        while fd is None and time.monotonic() < end_s:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                fd = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            except FileExistsError:
+                time.sleep(0.01)
+            except OSError:
+                break  # nothing can be written here, as the writing will say
+        try:
+            yield
+        finally:
+            if fd is not None:
+                os.close(fd)
+            # One that was waited for in vain is of a hook that was killed.
+            with contextlib.suppress(OSError):
+                lock.unlink()
 
     def remove(self) -> None:
         """Take the file away; that it is gone already is fine."""

@@ -263,14 +263,12 @@ class Sigterm:
             self._to_put_back = self._of_others()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._put_interrupt_back()
-            fd = signal.set_wakeup_fd(-1)
-            if fd != self._write_fd:
-                signal.set_wakeup_fd(fd)
-            elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
-                signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
+            self._put_wakeup_fd_back()
 
     def put_back(self) -> None:
-        """Main thread, behind `close()`, if the process goes on: SIGTERM does again what it did before."""
+        """Main thread, of a process that goes on without us: SIGTERM does again what it did before."""
+        if not self.is_exiting or self in _installed:
+            self.close()
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._to_put_back is None else self._to_put_back)
         # A handler that was put over ours may still call it.
         read_fd, write_fd, self.read_fd, self._write_fd = self.read_fd, self._write_fd, -1, -1
@@ -285,6 +283,13 @@ class Sigterm:
         if link is not None:
             signal.signal(signal.SIGTERM, link.replaced if link.replaced is not None else signal.SIG_DFL)
         self._put_interrupt_back()
+
+    def _put_wakeup_fd_back(self) -> None:
+        fd = signal.set_wakeup_fd(-1)
+        if fd != self._write_fd:
+            signal.set_wakeup_fd(fd)
+        elif self._passed_on_to is not None and _identity(self._passed_on_to[0]) == self._passed_on_to[1]:
+            signal.set_wakeup_fd(self._passed_on_to[0], warn_on_full_buffer=False)
 
     def _put_interrupt_back(self) -> None:
         if self._parent is not None and signal.getsignal(signal.SIGINT) is self._interrupt_handler:

@@ -41,6 +41,7 @@ from migrator.settings import Every, Settings
 from migrator.signal_owner import SignalOwner
 from migrator.storage import LocalStorage
 from migrator.together import ThroughStore
+from migrator.watcher import News
 
 BYE_S = 2.0
 """Rank 0, if it serves the job's store, ends so long after the others at most."""
@@ -65,7 +66,13 @@ class Welcome:
     @staticmethod
     def of(found: dict[str, Any]) -> Welcome:
         got = found["generation"]
-        generation = Generation(got["number"], got["continues"], tuple(got["lineage"]), frozenset(got["proven"]))
+        generation = Generation(
+            got["number"],
+            got["continues"],
+            tuple(got["lineage"]),
+            frozenset(got["proven"]),
+            is_claimed=got["is_claimed"],
+        )
         return Welcome(generation, tuple(found["ckpts"]), Every(**found["every"]))
 
 
@@ -85,6 +92,15 @@ class Team:
         self.pids: list[int] = []
         """The ranks in this pod."""
         ranks.start()
+
+    @property
+    def is_told(self) -> bool:
+        """A rank has said that its pod must leave."""
+        return bool(self.ranks.lines("news"))
+
+    def pass_on(self, news: News) -> None:
+        """Before there is anybody here who saves: the others are to know of it when they have met."""
+        self.ranks.tell_news(news.deadline_s)
 
     # Beginning.
 
@@ -166,7 +182,7 @@ class Team:
 
     def _sees_root(self) -> bool:
         """Whether this rank finds the very record that rank 0 has just made, and can write beside it."""
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0 or not self.welcome.generation.is_claimed:
             return True
         end_s = time.monotonic() + _SEE_S
         while True:
@@ -300,4 +316,4 @@ class Team:
 
 
 def _pod(hello: dict[str, Any]) -> tuple[str, str]:
-    return hello["host"], hello["signal"]
+    return hello["container"], hello["signal"]

@@ -54,7 +54,9 @@ class Watcher(threading.Thread):
         self._observer: Any = None
 
     def start(self) -> None:
+        """What is in the signal file now is news when this returns."""
         self._observe()
+        self._try_to_look()
         super().start()
 
     def _observe(self) -> None:
@@ -109,16 +111,19 @@ class Watcher(threading.Thread):
         for fd in (self._sigterm.read_fd, self._nudge_fd):
             poll.register(fd, select.POLLIN)
         while not self._is_closed:
-            try:
-                self._look()
-            except MigratorError as error:
-                log("watch_weak", level=logging.WARNING, way="signal file", error=error)
+            self._try_to_look()
             self._sigterm.keep_heard()
             ready = {fd for fd, _ in poll.poll(LISTING_S * 1000)}
             if self._sigterm.read_fd in ready and self._sigterm.drain():
                 self._on_news(News("SIGTERM", time.monotonic() + self._grace_s, self._grace_s))
             if self._nudge_fd in ready:
                 os.read(self._nudge_fd, 4096)
+
+    def _try_to_look(self) -> None:
+        try:
+            self._look()
+        except MigratorError as error:
+            log("watch_weak", level=logging.WARNING, way="signal file", error=error)
 
     def _look(self) -> None:
         fingerprint = self._file.fingerprint()
@@ -129,9 +134,11 @@ class Watcher(threading.Thread):
         if fingerprint is None or (found is not None and found.word != signal_file.SAVE):
             return
         now = time.time()
-        deadline = signal_file.is_open(found, now=now, mtime=fingerprint[1] / 1e9, grace_s=self._grace_s)
+        deadline = signal_file.is_open(
+            found, now=now, mtime=fingerprint[1] / 1e9, grace_s=self._grace_s, container=self._file.container
+        )
         if found is None or deadline is None:
-            why = "no request" if found is None else "a request whose deadline is over"
+            why = "no request" if found is None else "a request whose deadline is over, or to an earlier container"
             log("signal_ignored", level=logging.WARNING, file=self._file.path, holds=why)
             return
         self._on_news(News("signal file", time.monotonic() + deadline - now, deadline - now))

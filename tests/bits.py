@@ -126,7 +126,7 @@ class Return(Life):
         if ckpts.size > 1:
             self._team = SimpleNamespace(load=self._load_as_rank, ranks=SimpleNamespace(size=ckpts.size))
         self.gate = Gate(Capturer(self._registry))
-        self._saver: Any = SimpleNamespace(bad=frozenset(), newest=None)
+        self._saver: Any = SimpleNamespace(bad=frozenset(), newest=None, went_on_from=lambda ckpt: None)
         self._place = Place()
         return self
 

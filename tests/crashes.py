@@ -75,10 +75,10 @@ class Promised:
     """Those whose bytes were changed on the volume afterwards."""
 
     def kept(self, name: str) -> Promised:
-        return self if name in self.safe else replace(self, safe=tuple(sorted({*self.safe, name}, key=_age)))
+        return self if name in self.safe else replace(self, safe=tuple(sorted({*self.safe, name}, key=_reach)))
 
     def least(self, keep: int) -> str | None:
-        """The ckpt that a load has to find, or a newer one."""
+        """The ckpt that a load has to find, or one that has come further."""
         there = [name for name in self.safe[-keep:] if name not in self.rotten]
         return there[-1] if there else None
 
@@ -87,6 +87,12 @@ def _age(name: str) -> tuple[int, int]:
     found = parse_ckpt_name(name)
     assert found is not None
     return found
+
+
+def _reach(name: str) -> tuple[int, int]:
+    """How far it was trained: the later life's, if two have come as far."""
+    generation, step = _age(name)
+    return step, generation
 
 
 def value_of(name: str) -> float:
@@ -218,7 +224,7 @@ class Life:
             sleep=self._machine.sleep,
             poll_s=self._poll_s,
         )
-        names = lineage.ckpts(self.storage, generation.lineage)
+        names = lineage.furthest_first(self.storage, generation)
         self.work_in(generation)
         if names:
             self._load(names)
@@ -235,6 +241,7 @@ class Life:
 
         loaded = loading.newest_usable(names, load, where="the volume", on_bad=note)
         self.loaded, self.step = loaded.ckpt, loaded.step
+        self.shop.origin[:] = [loaded.ckpt]
         if self.toy.values() != {value_of(loaded.ckpt)}:
             raise Broken(f"{loaded.ckpt} was loaded as {self.toy.values()}")
         self._told.safe(loaded.ckpt)
@@ -786,7 +793,7 @@ class Search:
             return None
         except (StorageError, CkptCorrupt) as error:
             raise Broken(f"a new life could not begin: {error}") from error
-        if least is not None and (life.loaded is None or _age(life.loaded) < _age(least)):
+        if least is not None and (life.loaded is None or _reach(life.loaded) < _reach(least)):
             raise Broken(f"{least} was safe, and {life.loaded} was loaded")
         return life
 

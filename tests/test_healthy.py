@@ -113,7 +113,7 @@ def test_children_of_multiprocessing_end_as_they_are_told(job: Job) -> None:
     text = finish(run)
 
     assert "codes -15 4" in text
-    assert f"signal file ['init', 'pids={run.pid}']" in text
+    assert f"signal file ['init', 'pids={run.pid}', " in text
 
 
 ENDING = """

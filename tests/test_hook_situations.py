@@ -157,20 +157,26 @@ def let(job: Job, name: str) -> None:
 
 # Nobody to ask.
 
+LEFT = "; a trainer that begins to listen before the grace is over leaves at once"
+
+
+def nobody(pod: Container) -> str:
+    return (
+        f"no trainer listens: there is no signal file at {pod.file.path}, "
+        f"or nothing in it that a trainer of this container wrote{LEFT}"
+    )
+
 
 def test_no_trainer(pod: Container) -> None:
     """The container has none, or it has not come as far: there is nothing to wait for."""
-    reason = f"no trainer listens: there is no signal file at {pod.file.path}, or nothing in it that a trainer wrote"
-
-    stop(pod, 3, reason, asks=False, within_s=2)
+    stop(pod, 3, nobody(pod), asks=False, within_s=2)
 
 
 def test_a_trainer_that_has_finished(pod: Container, job: Job) -> None:
     """It took the signal file away; nothing is left to save."""
     assert job.run(STEPS="3").wait() == 0
-    reason = f"no trainer listens: there is no signal file at {pod.file.path}, or nothing in it that a trainer wrote"
 
-    stop(pod, 3, reason, asks=False, within_s=2)
+    stop(pod, 3, nobody(pod), asks=False, within_s=2)
 
 
 def test_a_trainer_that_has_crashed(pod: Container, job: Job) -> None:
@@ -179,7 +185,7 @@ def test_a_trainer_that_has_crashed(pod: Container, job: Job) -> None:
     life.kill(signal.SIGKILL)
     life.wait()
 
-    stop(pod, 3, f"no trainer: nobody of those named in {pod.file.path} is alive (pids {life.pid})", asks=False)
+    stop(pod, 3, f"no trainer: nobody of those named in {pod.file.path} is alive (pids {life.pid}){LEFT}", asks=False)
 
 
 def test_a_trainer_that_crashes_while_it_saves(pod: Container, job: Job) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 import migrator.hooks
-from migrator.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
+from migrator.environment import container_life
+from migrator.signal_file import INIT, RESUME, SAVE, Signal, SignalFile, is_open
 
 pytestmark = pytest.mark.processes
 
@@ -228,7 +229,8 @@ def test_the_request_says_who_asks_and_until_when(pod: Pod) -> None:
     assert request is not None
     assert request.word == SAVE
     assert asked == f"asked {request.fields['request']}"
-    assert {"request", "pod", "deadline", "hook", "pids"} == set(request.fields)
+    assert {"request", "pod", "container", "deadline", "hook", "pids"} == set(request.fields)
+    assert container_life() == request.fields["container"]
     assert (trainer.pid,) == request.pids
     assert str(hook.pid) == request.fields["hook"]
     assert socket.gethostname() == request.fields["pod"]
@@ -279,7 +281,8 @@ def test_a_save_that_nobody_goes_on_from_is_told(pod: Pod) -> None:
 
 @pytest.mark.parametrize("word", [None, INIT, RESUME, "garbage", ""])
 def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
-    """Without a signal file, or with one that names no trainer, the hook ends at once."""
+    """Without a signal file, or with one that names no trainer, the hook ends at once, and leaves its request there."""
+    before = time.time()
     if word is not None:
         pod.file.path.parent.mkdir()
         pod.file.path.write_text(word)
@@ -289,9 +292,66 @@ def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
     assert code == 3
     assert "no trainer listens" in said
     assert str(pod.file.path) in said
-    assert pod.log[0].startswith("stop: ")
-    assert pod.log[1].split(" ", 3)[3].startswith("no trainer listens")
-    assert word is None or word == pod.file.path.read_text()
+    assert [pod.log[0][:5], pod.log[1][20:38]] == ["stop:", "no trainer listens"]
+    request = pod.file.read()
+    assert request is not None
+    assert set(request.fields) == {"request", "pod", "container", "deadline"}
+    assert before < (is_open_here(pod) or 0.0) <= time.time() + 30
+    assert list(pod.file.path.parent.iterdir()) == [pod.file.path]
+
+    # A second hook has nobody to wait for either, and what the first one left stays.
+    assert pod.stop()[0] == 3
+    assert pod.file.read() == request
+
+
+def is_open_here(pod: Pod) -> float | None:
+    return is_open(pod.file.read(), now=time.time(), mtime=0.0, grace_s=30.0, container=container_life())
+
+
+@pytest.mark.parametrize("where", ["in the way", "read-only"])
+def test_a_request_that_cannot_be_left_is_told(open_pod: Pod, where: str) -> None:
+    """There is still nobody to ask, so the code is the same."""
+    directory = open_pod.file.path.parent
+    if where == "in the way":
+        open_pod.file.path.mkdir(parents=True)
+    else:
+        directory.mkdir(mode=0o555)
+    open_pod.settings["MIGRATOR_HOOK_LOGS"] = "/dev/null"
+
+    code, said = open_pod.stop(user=another_user())
+
+    assert code == 3
+    assert "cannot be left there" in said
+    assert where == "read-only" or list(open_pod.file.path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Signal(INIT, {"pids": "1"}),
+        Signal(RESUME, {"ckpt": "000001-000000000007"}),
+        Signal(INIT, {"error": "the disk is full", "request": "r"}),
+        Signal(SAVE, {"request": "r", "deadline": "99999999999", "pids": "1"}),
+        Signal(SAVE, {"request": "r", "deadline": "99999999999"}),
+    ],
+    ids=["listens", "saved", "not saved", "asks", "asks nobody"],
+)
+def test_what_an_earlier_container_said_is_nothing(pod: Pod, said: Signal) -> None:
+    """An emptyDir outlives it, and process 1 is alive in each; the request is to whom begins to listen here."""
+    pod.file.write(said.word, **said.fields, container=container_life() + "1")
+
+    code, told = pod.stop()
+
+    assert code == 3, told
+    assert is_open_here(pod)
+    assert (pod.file.read() or said).fields.get("request") != "r"
+
+
+def test_a_container_that_is_not_known_may_be_this_one(pod: Pod) -> None:
+    """Whoever writes by hand, and scripts with an older version, say nothing of it."""
+    pod.file.write(RESUME, ckpt="000001-000000000007")
+
+    assert pod.stop() == (0, "")
 
 
 def test_a_trainer_that_is_gone_is_not_waited_for(pod: Pod, dead: int) -> None:
@@ -302,7 +362,8 @@ def test_a_trainer_that_is_gone_is_not_waited_for(pod: Pod, dead: int) -> None:
         code, said = pod.stop()
 
         assert (code, f"(pids {dead})" in said) == (3, True)
-        assert message.word == (pod.file.read() or Signal(RESUME)).word
+        assert is_open_here(pod)
+        pod.file.remove()
 
 
 def test_a_trainer_that_dies_is_not_waited_for(pod: Pod) -> None:
@@ -329,7 +390,9 @@ def test_a_trainer_that_finishes_is_not_waited_for(pod: Pod) -> None:
 
     code, said = pod.stop()
 
-    assert (code, said) == (3, "preStop: the trainer finished by itself: it took the signal file away\n")
+    assert code == 3
+    assert said.startswith("preStop: the trainer finished by itself: it took the signal file away; ")
+    assert is_open_here(pod)  # the container may have another trainer behind it
 
 
 def test_a_trainer_that_finishes_behind_the_request_did_not_die(pod: Pod) -> None:

@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from migrator.errors import CkptCorrupt, StorageError
 from migrator.lineage import (
     Generation,
+    beside,
     ckpts,
     claim,
+    furthest_first,
     is_leaving,
     mark_leaving,
+    not_claimed,
     others,
     unmark_leaving,
     wait_for_leaving,
@@ -42,10 +45,11 @@ def live(storage: LocalStorage, *, fresh: bool = False) -> Generation:
     return claim(storage, fresh=fresh, about=ABOUT)
 
 
-def save(storage: LocalStorage, generation: int, step: int) -> str:
+def save(storage: LocalStorage, generation: int, step: int, **written: Any) -> str:
     name = ckpt_name(generation, step)
     part = write_part(storage, f"{name}/{part_name(0, 1)}", {"w": torch.full((3,), float(step))})
-    storage.put(f"{name}/manifest.json", Manifest(generation, step, "job", 1, (part,), {}).to_bytes(), exclusive=True)
+    manifest = Manifest(generation, step, "job", 1, (part,), {}, written=written)
+    storage.put(f"{name}/manifest.json", manifest.to_bytes(), exclusive=True)
     return name
 
 
@@ -87,6 +91,15 @@ def test_lives_are_numbered_and_continue_one_another(storage: LocalStorage) -> N
     assert [g.continues for g in (first, second, third)] == [None, 1, 2]
     assert third.lineage == (3, 2, 1)
     assert third.proven == {1, 2, 3}
+
+
+def test_a_life_that_leaves_at_once_leaves_no_trace(storage: LocalStorage) -> None:
+    """It sees what it would continue, and nobody sees it."""
+    live(storage)
+    now = not_claimed(storage, fresh=False)
+    assert (now.number, now.continues, now.lineage, now.is_claimed) == (2, 1, (2, 1), False)
+    assert not_claimed(storage, fresh=True).lineage == (2,)
+    assert live(storage) == Generation(2, 1, (2, 1), frozenset({1, 2}))
 
 
 def test_a_fresh_start_begins_a_lineage_of_its_own(storage: LocalStorage) -> None:
@@ -190,12 +203,109 @@ def test_another_script_or_other_arguments_show(storage: LocalStorage) -> None:
 # --- ckpts
 
 
-def test_the_newest_is_that_of_the_highest_generation(storage: LocalStorage) -> None:
-    """Even if a life that was thought dead commits a higher step."""
+def test_ckpts_are_listed_by_generation_then_step(storage: LocalStorage) -> None:
+    """As numbers, not as text."""
     for _ in range(10):
         live(storage)
     names = [save(storage, *place) for place in ((9, 900), (10, 5), (10, 40), (2, 7))]
     assert ckpts(storage, live(storage).lineage) == [names[2], names[1], names[0], names[3]]
+
+
+# --- forks
+
+
+def test_the_ckpt_that_was_trained_furthest_comes_first(storage: LocalStorage) -> None:
+    """Whatever the number of its life: a doomed pod that starts slowly has a higher one than its replacement."""
+    for _ in range(3):
+        live(storage)
+    names = [save(storage, *place) for place in ((1, 1000), (2, 1693), (3, 1010), (3, 1000))]
+    assert furthest_first(storage, live(storage)) == [names[1], names[2], names[3], names[0]]
+
+
+def test_what_may_be_of_a_lineage_that_was_given_up_comes_last(storage: LocalStorage) -> None:
+    """Behind an unreadable record nothing is certain: training that was begun anew on purpose has fewer steps."""
+    live(storage)
+    old = [save(storage, 1, 5000), save(storage, 1, 6000)]
+    live(storage, fresh=True)
+    new = [save(storage, 2, 10), save(storage, 2, 20)]
+    assert furthest_first(storage, live(storage)) == new[::-1]
+    record(storage, 2).write_bytes(b"")
+
+    assert furthest_first(storage, live(storage)) == [*new[::-1], *old[::-1]]
+
+
+def branches(storage: LocalStorage) -> list[str]:
+    return beside(storage, furthest_first(storage, live(storage)))
+
+
+def test_lives_in_a_row_are_no_fork(storage: LocalStorage) -> None:
+    """Each went on from the last ckpt of the one before it; also if some of them saved nothing, or are deleted."""
+    for _ in range(6):
+        live(storage)
+    first = [save(storage, 1, step, continues=None) for step in (10, 20)]
+    second = [save(storage, 2, step, continues=first[1]) for step in (30, 40)]
+    save(storage, 5, 50, continues=second[1])
+    assert branches(storage) == []
+    for name in second:
+        (storage.directory / name / "manifest.json").unlink()
+    assert branches(storage) == []
+
+
+@pytest.mark.parametrize("ancestor", ["kept", "deleted"])
+def test_two_lives_that_went_on_from_one_ckpt_are_a_fork(storage: LocalStorage, ancestor: str) -> None:
+    """Whichever number has come further, and whether what they have in common is still there."""
+    for _ in range(3):
+        live(storage)
+    start = save(storage, 1, 1000, continues=None)
+    real = [save(storage, 2, step, continues=start) for step in (1500, 1693)]
+    doomed = save(storage, 3, 1010, continues=start)
+    if ancestor == "deleted":
+        (storage.directory / start / "manifest.json").unlink()
+    assert branches(storage) == [doomed]
+    further = save(storage, 3, 1700, continues=start)
+    assert furthest_first(storage, live(storage))[0] == further
+    assert branches(storage) == real[::-1]
+    # Who goes on from there leaves the other branch behind for good.
+    save(storage, 6, 1800, continues=further)
+    assert branches(storage) == real[::-1]
+
+
+def test_a_life_that_would_not_die_is_a_fork(storage: LocalStorage) -> None:
+    """It saved on after the next one had gone on from an earlier ckpt of it."""
+    for _ in range(2):
+        live(storage)
+    start = save(storage, 1, 1000, continues=None)
+    late = save(storage, 1, 1200, continues=None)
+    save(storage, 2, 1500, continues=start)
+    assert branches(storage) == [late]
+
+
+def test_two_lives_from_the_start_are_a_fork(storage: LocalStorage) -> None:
+    """Both began before there was any ckpt."""
+    for _ in range(2):
+        live(storage)
+    early = save(storage, 1, 30, continues=None)
+    save(storage, 2, 50, continues=None)
+    assert branches(storage) == [early]
+
+
+@pytest.mark.parametrize("said", [{}, {"continues": 7}, {"continues": "000009-000000000001"}, {"continues": "x"}])
+def test_nothing_is_named_that_is_not_certain(storage: LocalStorage, said: dict[str, Any]) -> None:
+    """Ckpts from before this was written down, or that say what cannot be: none of them is called a fork."""
+    for _ in range(2):
+        live(storage)
+    save(storage, 1, 30, **said)
+    save(storage, 2, 50, **said)
+    assert branches(storage) == []
+
+
+def test_a_damaged_ckpt_is_no_reason_not_to_start(storage: LocalStorage) -> None:
+    """It is named when it is to be loaded."""
+    live(storage)
+    name = save(storage, 1, 30, continues=None)
+    os.truncate(storage.directory / name / "manifest.json", 50)
+    assert branches(storage) == []
+    assert beside(storage, []) == []
 
 
 def test_only_what_was_committed_is_a_ckpt(storage: LocalStorage) -> None:

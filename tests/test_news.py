@@ -227,7 +227,9 @@ def test_an_open_request_at_start_is_answered_truthfully_when_nothing_was_traine
     run = counting.run("slow start")
 
     assert run.wait() == 143, run.text
-    assert answer(counting) == Signal("init", {"request": "r1", "error": "nothing to save: nothing was trained yet"})
+    said = answer(counting)
+    assert (said.word, said.fields["request"]) == ("init", "r1")
+    assert said.fields["error"] == "nothing to save: nothing was trained yet"
     assert counting.ckpts() == []
 
 
@@ -282,7 +284,7 @@ def test_a_request_is_answered_once_with_all_that_a_hook_wants_to_know(counting:
     said = answer(counting)
     (ckpt,) = counting.ckpts()
     assert said.word == "resume"
-    assert list(said.fields) == ["ckpt", "step", "bytes", "seconds", "request"]
+    assert list(said.fields) == ["ckpt", "step", "bytes", "seconds", "request", "container"]
     assert (said.fields["request"], said.fields["ckpt"]) == ("17-1700000000-pod", ckpt)
     assert int(said.fields["step"]) == int(ckpt.split("-")[1]) >= 10
     part = counting.root / "default" / ckpt / "part-00000-of-00001.safetensors"
@@ -424,6 +426,30 @@ def test_a_new_life_waits_for_the_save_of_the_old_one(counting: Job) -> None:
     assert new.wait() == 0, new.text
     assert f"at {saved_step(old)}" in new.text
     assert saved_step(old) >= 40
+
+
+def test_a_doomed_pod_with_the_higher_number_does_not_win(counting: Job) -> None:
+    """Two lives go on from one ckpt; the one that trained further counts, whichever listened last, and it is said."""
+    first = stopped(counting, after=5)
+    real = counting.run(MIGRATOR_SIGNAL=str(counting.directory / "real" / "signal"))
+    real.wait_for(f"^step {saved_step(first) + 2}$")
+    doomed = stopped(counting, after=saved_step(first) + 1)
+    assert doomed.events("loaded")[0]["ckpt"] == real.events("loaded")[0]["ckpt"]
+    real.wait_for(f"^step {saved_step(doomed) + 5}$")
+    real.kill()
+    assert real.wait() == 143, real.text
+    assert saved_step(real) > saved_step(doomed)
+
+    last = counting.run(STEPS=str(saved_step(real) + 3))
+
+    assert last.wait() == 0, last.text
+    (loaded,) = last.events("loaded")
+    assert loaded["ckpt"] == real.events("leaving")[0]["ckpt"]
+    (fork,) = last.events("fork")
+    assert (fork["furthest"], fork["beside"]) == (loaded["ckpt"], doomed.events("leaving")[0]["ckpt"])
+    whole = counting.run(STEPS=str(saved_step(real) + 3), MIGRATOR_RESUME="never")
+    assert whole.wait() == 0, whole.text
+    assert whole.text.splitlines()[-1] == last.text.splitlines()[-1]
 
 
 def test_a_new_life_does_not_wait_for_ever(counting: Job) -> None:

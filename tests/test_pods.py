@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from migrator.signal_file import INIT, RESUME, Signal, SignalFile
+from migrator.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
 from migrator.testing import Job as PodJob
-from migrator.testing import Kubelet, Pod, PyTorchJob, Stop
+from migrator.testing import Kubelet, Pod, PyTorchJob, Stop, isolation
 from tests.gang import free_port
 from tests.harness import DEADLINE_S, ROOT, ForkServer, Job, events_in, until
 from tests.rank_story import RankStory, assert_ranks_as_if_nothing_had_happened, unstopped_ranks, whole_steps
@@ -261,6 +262,58 @@ def test_a_pod_that_is_deleted_before_listening_waits_out_its_grace(training: Tr
     assert stop.kill_s >= 2
     assert training.ckpts == [ckpt]
     assert training.lost() == 0
+
+
+def test_a_pod_that_is_deleted_before_listening_trains_nothing(training: Training) -> None:
+    """Neither hook nor SIGTERM reach it while it imports, but the request stays: it leaves before its first step."""
+    ckpt = training.before()
+    pod = training.pod(env={"HOLD": "import"})
+    pod.wait_for_log("^holds import$")
+
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(pod.delete)
+        until(lambda: "no trainer listens" in prestop_log(training), "the hook to end")
+        training.go()
+        stop = deleted.result(DEADLINE_S)
+
+    assert (stop.hook.code, stop.exit_code, stop.is_term_heard, stop.kill_s) == (3, 143, False, None), pod.log
+    assert "begins to listen" in pod.log
+    assert not events_in(pod.log, "generation_claimed")
+    assert not re.search("^(resumed|trained) ", pod.log, re.MULTILINE)
+    assert stop.message.startswith(
+        f"migrator: nothing was trained yet; this ckpt was about to be loaded: ckpt {ckpt}, "
+    )
+    assert training.lost() == 0
+
+
+def prestop_log(training: Training) -> str:
+    log = training.volume / "preStop.log"
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_request_to_a_container_is_nothing_to_the_next_one(training: Training) -> None:
+    """It was left open in an emptyDir, and the container started again in place before its deadline."""
+    if isolation() is not None:
+        pytest.skip(f"LOUD: containers with a process 1 of their own are not tested: {isolation()}")
+    spec = pod_spec(env={"HOLD": "import"}, empty_dir="/run/train", restartPolicy="OnFailure")
+    pod: Pod = training.kubelet.apply(manifest("Pod", spec))
+    pod.wait_for_log("^holds import$")
+
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(pod.fail_liveness)
+        until(lambda: "no trainer listens" in prestop_log(training), "the hook to end")
+        pod.crash()
+        assert stopped.result(DEADLINE_S).exit_code == 137
+    pod.wait_for_log("^holds import$", count=2)
+    asked = signal_of(pod, "/run/train/signal")
+    training.go()
+
+    assert asked.word == SAVE
+    assert pod.wait().exit_code == 0, pod.log
+    assert pod.restarts == 1
+    training.add(pod.log)
+    training.check_end()
+    assert float(asked.fields["deadline"]) > time.time()
 
 
 def test_a_finished_pod_has_no_hook(training: Training) -> None:
@@ -526,6 +579,52 @@ def test_a_gang_of_a_pytorchjob_is_saved_by_the_hook_of_one_pod(training_on_two:
     training.add(*(pod.log for pod in first))
     assert training.add(*(pod.log for pod in second)) == 0
     training.check_end()
+
+
+def test_pods_with_the_network_of_their_node_are_pods_of_their_own(training_on_two: Training, tmp_path: Path) -> None:
+    """With `hostNetwork` both have the node's name, and the path of the signal file is the same in all containers."""
+    if isolation() is not None:
+        pytest.skip(f"LOUD: pods with a file system of their own are not tested: {isolation()}")
+    training = training_on_two
+    node = tmp_path / "node"
+    node.mkdir()
+    env = {"HOSTNAME": "node-7", "MIGRATOR_SIGNAL": f"{node}/signal", "BIND": "1"}
+    replica = {"replicas": 1, "restartPolicy": "ExitCode", "template": {"spec": pod_spec(env=env)}}
+    spec = {"pytorchReplicaSpecs": {"Master": replica, "Worker": replica}}
+    job: PyTorchJob = training.kubelet.apply(manifest("PyTorchJob", spec))
+    pods = [job.master, *job.workers]
+    for pod in pods:
+        pod.wait_for_log("^trained 10 ")
+    assert [event["pod"] for pod in pods for event in events_in(pod.log, "ranks")] == ["1", "1"]
+
+    stop = pods[1].delete()
+
+    assert_saved_in_time(stop)
+    assert pods[0].wait().exit_code == 143
+    assert int(training.newest.rpartition("-")[2]) >= 10
+
+
+def test_a_gang_of_which_one_pod_was_told_before_listening_trains_nothing(training_on_two: Training) -> None:
+    """It comes to the meeting of the ranks and leaves with all of them, before a step is trained."""
+    training = training_on_two
+    replica = {"replicas": 1, "restartPolicy": "Never", "template": {"spec": pod_spec(env={"HOLD": "import"})}}
+    spec = {"pytorchReplicaSpecs": {"Master": replica, "Worker": replica}}
+    job: PyTorchJob = training.kubelet.apply(manifest("PyTorchJob", spec))
+    pods = [job.master, *job.workers]
+    for pod in pods:
+        pod.wait_for_log("^holds import$")
+
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(pods[1].delete)
+        until(lambda: "no trainer listens" in prestop_log(training), "the hook to end")
+        training.go()
+        stop = deleted.result(DEADLINE_S)
+
+    assert (stop.hook.code, stop.exit_code, stop.kill_s) == (3, 143, None), pods[1].log
+    assert pods[0].wait().exit_code == 143
+    for pod in pods:
+        assert not re.search("^(resumed|trained) ", pod.log, re.MULTILINE), pod.log
+    assert list(training.volume.glob("*/generations/*.json")) == []
 
 
 def test_two_pods_of_torchrun_are_saved_by_the_hook_of_one(training_on_two: Training) -> None:

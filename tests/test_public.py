@@ -36,6 +36,7 @@ FORWARDED = {
     "resume",
     "safe_point",
     "save_ckpt",
+    "watch",
 }
 PROPERTIES = {"is_leaving", "resume"}
 
@@ -45,7 +46,7 @@ LAYERS = [
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "canary", "watcher", "ranks", "testing.errors"},
     {"between", "place"},
-    {"parts", "registry", "leaving", "replay", "hooks.__main__"},
+    {"parts", "registry", "leaving", "replay", "lookout", "hooks.__main__"},
     {"manifest", "capture", "legacy", "loop"},
     {"lineage", "gate", "sharing"},
     {"retention", "loading", "saving", "heartbeat"},

@@ -108,6 +108,22 @@ def test_who_sees_a_later_life_deletes_nothing(storage: LocalStorage) -> None:
     assert directories(storage) == names
 
 
+def test_a_life_that_is_behind_another_one_deletes_only_its_own(storage: LocalStorage) -> None:
+    """The other one has come further, and is what the next life goes on from. Once this one has, the rest goes."""
+    for _ in range(2):
+        live(storage)
+    real = [save(storage, 2, step) for step in (500, 600)]
+    doomed = live(storage)
+    torn = ckpt_name(2, 550)
+    write(storage, 2, 550)
+    names = [save(storage, 3, step) for step in (510, 520, 530)]
+    assert retire(storage, doomed, keep=2) == names[:1]
+    assert directories(storage) == sorted([*real, torn, *names[1:]])
+    names.append(save(storage, 3, 610))
+    assert retire(storage, doomed, keep=2) == [real[0], torn, names[1], names[2]]
+    assert directories(storage) == [real[1], names[3]]
+
+
 def test_the_first_commit_retires_what_earlier_lives_left(storage: LocalStorage) -> None:
     """Not the claim of a number, not the load: only when there is something newer."""
     old = [save(storage, live(storage).number, 10 * i) for i in (1, 2, 3)]

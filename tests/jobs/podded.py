@@ -2,7 +2,11 @@
 
 Each step takes STEP_S until the file `go` lies beside the ckpts, so a test finds it in the middle of its training
 for as long as it likes, and the life that is to come to the end needs no time. HOLD is a place where it waits for that
-file: `import`, before torch is imported; `load`, after the ckpt is loaded; `write`, before a part is written.
+file: `import`, before torch is imported; `listen`, before `listening()`; `load`, after the ckpt is loaded; `write`,
+before a part is written.
+
+With BIND each pod sees a directory of its own where its signal file lies, as where the paths are the same in all
+containers of a node.
 
 KEEP_PACE makes it train the step after one that is due to be saved only when that one is: as in a job whose steps take
 longer than its saves. MB_PER_S is how fast the storage is, BIG_MB what is to be saved besides.
@@ -10,6 +14,7 @@ longer than its saves. MB_PER_S is how fast the storage is, BIG_MB what is to be
 Each line is written in one piece. They can be compared with those of a job that was never stopped.
 """
 
+import ctypes
 import hashlib
 import os
 import time
@@ -42,6 +47,15 @@ def hold(place):
         wait_until(go)
 
 
+def bind():
+    own, there = Path.home() / "bound", Path(os.environ["MIGRATOR_SIGNAL"]).parent
+    own.mkdir()
+    bound = ctypes.CDLL(None, use_errno=True).mount(bytes(own), bytes(there), None, 0x1000, None)
+    assert bound == 0, os.strerror(ctypes.get_errno())
+
+
+if "BIND" in os.environ:
+    bind()
 hold("import")
 
 import torch  # noqa: E402
@@ -118,6 +132,8 @@ for name, value in {
     migrator.register(name, value)
 if "BIG_MB" in os.environ:
     migrator.register("big", torch.ones(int(os.environ["BIG_MB"]) * 250_000))
+hold("listen")
+tell("begins to listen")
 migrator.listening(every=EVERY)
 if migrator.resume:
     migrator.load_ckpt()
