@@ -75,6 +75,7 @@ BAD = [
     ("MIGRATOR_EXIT_CODE", "-15", "from 0 to 255"),
     ("MIGRATOR_KEEP_EXIT_CODE", "1", "on or off"),
     ("MIGRATOR_RESUME", "no", "auto, never or require"),
+    ("MIGRATOR_LOOPS", "Anew", "continue or anew"),
     ("MIGRATOR_RESUME", "Never", "auto, never or require"),
 ]
 
