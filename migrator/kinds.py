@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from migrator.events import log
-from migrator.tree import Stored, StoredArray, laid_out
+from migrator.tree import MAX_DEPTH, Stored, StoredArray, laid_out
 
 LARGE_BYTES = 16 * 1024
 """A tensor above this size is read live from registered containers, below it is copied at each safe point."""
@@ -42,6 +42,8 @@ class Kind(ABC):
     """What the rest of the package knows about a registered object."""
 
     kind: ClassVar[str]
+    may_lack: ClassVar[bool] = False
+    """An entry that becomes unstorable is left out, and the rest saved."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -105,24 +107,39 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes > LARGE_BYTES
 
 
-def copied(value: Any) -> Any:
-    """A copy that stays as it is: containers and small tensors copied, large tensors kept by reference."""
+class Endless:
+    """Stands in a copy for a container that contains itself, or is nested beyond all measure; no ckpt holds it."""
+
+
+def copied(value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """A copy that stays as it is: containers and small tensors copied, large tensors kept by reference.
+
+    `within`: the containers around it.
+    """
     kind = type(value)
     if kind in _SCALARS:
         return value
+    if isinstance(value, (dict, list, tuple, deque)) and (id(value) in within or len(within) > MAX_DEPTH):
+        return Endless()
     if isinstance(value, dict):
+        # In one go: another thread of the script may add to it. Then no Python code runs in between.
+        items = dict(value)
         # The types of 10^5 values are looked at far quicker than the values.
-        if set(map(type, value.values())) <= _SCALARS:
-            return _same_kind(value, dict(value))
-        return _same_kind(value, {key: copied(item) for key, item in value.items()})
+        if not set(map(type, items.values())) <= _SCALARS:
+            within |= {id(value)}
+            items = {key: copied(item, within) for key, item in items.items()}
+        return _same_kind(value, items)
     if isinstance(value, (list, deque)):
-        flat = set(map(type, value)) <= _SCALARS
-        items = list(value) if flat else [copied(item) for item in value]
-        return deque(items, value.maxlen) if isinstance(value, deque) else items
+        elements = list(value)
+        if not set(map(type, elements)) <= _SCALARS:
+            within |= {id(value)}
+            elements = [copied(item, within) for item in elements]
+        return deque(elements, value.maxlen) if isinstance(value, deque) else elements
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, tuple):
-        return tuple(copied(item) for item in value)
+        within |= {id(value)}
+        return tuple(copied(item, within) for item in value)
     if isinstance(value, (set, frozenset)):
         return set(value) if isinstance(value, set) else frozenset(value)
     if isinstance(value, Tensor):
@@ -206,13 +223,23 @@ def _fits_in_place(saved: Any, live: Any) -> bool:
         and isinstance(live, Tensor)
         and saved.shape == live.shape
         and saved.dtype == live.dtype
+        and is_writable(live)
     )
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Each element has memory of its own, and it may be written."""
+    if tensor.layout is not torch.strided:
+        return False
+    is_expanded = any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not is_expanded and not tensor.is_inference()
 
 
 class Container(Kind):
     """dict, list, set or deque: restored in place, so that the script's own reference sees it."""
 
     kind = "container"
+    may_lack = True
 
     def capture(self) -> Any:
         return copied(self.target)
@@ -312,6 +339,7 @@ class Stateful(Kind):
     """Anything with `state_dict()` and `load_state_dict()`: schedulers, samplers, metrics, the script's own."""
 
     kind = "stateful"
+    may_lack = True
 
     def capture(self) -> Any:
         return copied(self.target.state_dict())
@@ -330,6 +358,7 @@ class Sampler(Stateful):
     """An `ElasticSampler`, which can say whether a state fits before anything is touched."""
 
     kind = "sampler"
+    may_lack = False
 
     def differences(self, value: Any) -> list[str]:
         if not isinstance(value, dict):
@@ -341,6 +370,7 @@ class Scheduler(Stateful):
     """A learning rate scheduler. Its class must be the ckpt's: the fields of another mean other things."""
 
     kind = "scheduler"
+    may_lack = False
 
     def capture(self) -> Any:
         return {"class": type(self.target).__name__, "state": copied(self.target.state_dict())}
@@ -356,6 +386,7 @@ class Scaler(Stateful):
     """A GradScaler. On a device its two tensors are cloned there: `state_dict()` would synchronise."""
 
     kind = "scaler"
+    may_lack = False
 
     def capture(self) -> Any:
         scale = getattr(self.target, "_scale", None)

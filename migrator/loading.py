@@ -61,6 +61,7 @@ class Fit:
         own = _own(manifest, rank) if manifest.ranks == size else {}
         entries = {**manifest.objects, **own.get("objects", {})}
         self._loop = own.get("loop", manifest.extra.get("loop"))
+        self._trees = {key: entry["tree"] for key, entry in entries.items()}
         self._values = {key: _decoded(entry["tree"]) for key, entry in entries.items()}
         kinds = {key: entry["kind"] for key, entry in entries.items()}
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
@@ -81,6 +82,9 @@ class Fit:
         loop = _filled(_decoded(self._loop), tensors)
         if loop is not None:
             _check_loop(name, loop)
+        for key, kind in self._registry:
+            if kind.may_lack:
+                self._registry.storable.remember(key, self._trees[key])
         filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
         for key, kind in self._registry:
             try:

@@ -371,7 +371,11 @@ class Attempt:
             if any(tensor.data_ptr() not in marked for tensor in kind.standing(value)):
                 raise Unclean([name])
             put = self._putter(name, kind.kind, marked, known, own_inline)
-            objects[name] = {"kind": kind.kind, "tree": tree.encode(value, put=put, path=name)}
+            if kind.may_lack:
+                node = self._shop.registry.storable.encode(name, value, put)
+            else:
+                node = tree.encode(value, put=put, path=name)
+            objects[name] = {"kind": kind.kind, "tree": node}
         extra = {}
         for key, value in (("random", self._capture.random), ("loop", self._capture.loop)):
             put = self._putter(key, "", frozenset(), known, own_inline)

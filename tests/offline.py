@@ -17,8 +17,11 @@ def read(ckpt: Path) -> tuple[int, dict[str, Any]]:
     tensors = {}
     for part in manifest.parts:
         tensors |= load_file(ckpt / part.name)
-    values = {
-        name: tree.decode(entry["tree"], get=lambda stored: tensors[stored.name])
-        for name, entry in manifest.objects.items()
-    }
+
+    def get(stored: tree.Stored | tree.StoredArray) -> Any:
+        if isinstance(stored, tree.StoredArray):
+            return stored.array(tensors[stored.part.name])
+        return tensors[stored.name]
+
+    values = {name: tree.decode(entry["tree"], get=get) for name, entry in manifest.objects.items()}
     return manifest.step, values
