@@ -49,6 +49,8 @@ EVENTS = {
     "implied_safe_points": "safe points are implied; an interrupted epoch will be repeated from its start",
     "unregistered_optimizer": "an optimizer that is not registered changes registered tensors",
     "unstorable": "a registered object holds something that no ckpt can; the rest of it is saved",
+    "changed_while_copied": "another thread changed an object each time a safe point was to copy it",
+    "stale_state": "an optimizer holds state of parameters that it does not step any more; it is not saved",
     "capture_costly": "an object is captured only when a save is due, its capture would slow the steps",
     "changed_outside_step": "a registered tensor changed outside an optimizer step; the attempt was thrown away",
     "main_thread_only": "an object changes outside steps; from now on it is saved at safe points only",

@@ -623,6 +623,8 @@ class Optimizer(Kind):
         super().__init__(target)
         self._laid: list[tuple[Tensor, tuple[int, ...] | None, tuple[int, ...]]] = []
         """Since the last load: each parameter, its strides when it was saved, and those for which its state is laid."""
+        self._stale = 0
+        """How many parameters had stale state when it was looked at last."""
 
     def capture(self) -> Any:
         groups = self.target.param_groups
@@ -645,11 +647,17 @@ class Optimizer(Kind):
 
     def frozen(self, captured: Any) -> Any:
         index = {id(p): i for i, p in enumerate(p for params, _ in captured for p in params)}
+        now = {id(p) for group in self.target.param_groups for p in group["params"]}
         state: dict[Any, Any] = {}
+        stale = []
         for key, value in self.target.state.items():
             if isinstance(key, Tensor) and id(key) not in index:
-                raise LayoutChanged(f"state of a parameter of shape {tuple(key.shape)}")
+                if id(key) in now:
+                    raise LayoutChanged(f"its optimizer got a parameter of shape {tuple(key.shape)}")
+                stale.append(key)
+                continue
             state[index[id(key)] if isinstance(key, Tensor) else key] = _kept(value)
+        self._name_stale(stale)
         return {
             "class": type(self.target).__name__,
             "shapes": [[list(p.shape) for p in params] for params, _ in captured],
@@ -657,6 +665,24 @@ class Optimizer(Kind):
             "groups": [dict(rest) for _, rest in captured],
             "state": state,
         }
+
+    def _name_stale(self, stale: list[Tensor]) -> None:
+        """A layer was exchanged, and the new parameters took the place of the old ones in the groups.
+
+        `step()` does not look at the state of the old ones any more, so it is no part of what goes on.
+        """
+        if len(stale) > self._stale:
+            log(
+                "stale_state",
+                level=logging.WARNING,
+                optimizer=type(self.target).__name__,
+                parameters=len(stale),
+                shapes=", ".join(str(tuple(p.shape)) for p in stale[:5]),
+                means="the optimizer holds state of parameters that are in none of its param_groups any more. It is "
+                "not saved: give it up by `del optimizer.state[parameter]` when you exchange a layer. If such a "
+                "parameter is to come back into a group, it begins without state after a resume",
+            )
+        self._stale = len(stale)
 
     def live(self) -> Any:
         return None
