@@ -30,6 +30,7 @@ EVENTS = {
     "loading": "progress of a long load",
     "loaded": "everything registered is back at the ckpt's step",
     "other_strides": "parameters lie in memory in another order than when they were saved",
+    "other_requires_grad": "requires_grad of some parameters is not what it was when they were saved",
     "loaded_legacy": "a migration.pth of the predecessor was loaded",
     # several ranks
     "ranks": "the ranks of this job have met; says which ranks share this pod and who writes",

@@ -413,6 +413,10 @@ def _class_difference(target: Any, value: Any) -> list[str]:
     return []
 
 
+WITHOUT_GRAD = ".without_grad"
+"""Beside the tensors of a module: the names of its parameters that do not require gradients. No tensor is called so."""
+
+
 class Module(Kind):
     """A module without its DDP, DataParallel or compile wrapper.
 
@@ -426,6 +430,8 @@ class Module(Kind):
         super().__init__(target)
         self._spare: list[tuple[list[Tensor], list[Tensor]]] = []
         """Buffers and copies of them that nobody needs any more."""
+        self._without_grad: list[str] | None = None
+        """Since the last load, until the first step: the parameters that were saved without `requires_grad`."""
         self._scan()
 
     def _scan(self) -> None:
@@ -450,7 +456,9 @@ class Module(Kind):
 
     def capture(self) -> Any:
         live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
-        return live, self._copy(live), {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
+        extra = {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
+        params = [param for slots, key in self._params if (param := slots.get(key)) is not None]
+        return live, self._copy(live), extra, [param for param in params if not param.requires_grad]
 
     def _copy(self, live: list[Tensor]) -> list[Tensor]:
         if not live:
@@ -476,13 +484,15 @@ class Module(Kind):
         return [value for key, value in frozen.items() if key in self._names and isinstance(value, Tensor)]
 
     def frozen(self, captured: Any) -> Any:
-        live, copies, extra = captured
+        live, copies, extra, without_grad = captured
+        fixed = set(map(id, without_grad))
         copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
         params = {id(slots.get(key)) for slots, key in self._params}
         # Once for all: this is asked for each tensor, with the gate shut.
         buffers = {id(buffer) for buffer in self.target.buffers()}
         found: dict[str, Any] = {}
-        for key, value in self._state().items():
+        state = self._state()
+        for key, value in state.items():
             if isinstance(value, Tensor) and id(value) in copy_of:
                 found[key] = copy_of[id(value)]
                 if value.shape != found[key].shape:  # its `.data` was exchanged for one of another shape
@@ -498,6 +508,7 @@ class Module(Kind):
             else:
                 # A second handle: the script may exchange a parameter's `.data` from here on.
                 found[key] = value.detach() if isinstance(value, Tensor) else value
+        found[WITHOUT_GRAD] = [key for key, value in state.items() if id(value) in fixed]
         return found
 
     def _state(self) -> dict[str, Any]:
@@ -512,6 +523,9 @@ class Module(Kind):
         here = {k: v for k, v in self._state().items() if isinstance(v, Tensor)}
         if not isinstance(value, dict):
             return [": the ckpt holds something else under this name"]
+        names = value.get(WITHOUT_GRAD, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError("names of parameters that are none")
         there = {k: v for k, v in value.items() if isinstance(v, (Tensor, Stored))}
         found = [(key, "in the ckpt, not in the module") for key in there if key not in here]
         found += [(key, "in the module, not in the ckpt") for key in here if key not in there]
@@ -553,6 +567,8 @@ class Module(Kind):
         rest: OrderedDict[str, Any] = OrderedDict()
         # Modules look at it to tell how old a state dict is; without it they take this one for ancient.
         rest._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        value = dict(value)
+        self._without_grad = value.pop(WITHOUT_GRAD, None)
         for key, saved in value.items():
             live = here.get(key)
             is_plain = isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live)
@@ -565,6 +581,33 @@ class Module(Kind):
         if unlike:
             self._check_taken(tensors)
             self._scan()
+        if not _has_several_ranks():
+            for param, requires_grad in self._other_flags():
+                param.requires_grad_(requires_grad)
+
+    def _other_flags(self) -> list[tuple[Tensor, bool]]:
+        """Parameters whose `requires_grad` is not what it was when they were saved, and what it was."""
+        if self._without_grad is None:
+            return []  # an old ckpt does not tell
+        fixed = set(self._without_grad)
+        state = {key: value for key, value in self._state().items() if isinstance(value, nn.Parameter)}
+        # Of tied weights one name is enough.
+        ids = {id(value) for key, value in state.items() if key in fixed}
+        return [(param, id(param) not in ids) for param in state.values() if param.requires_grad == (id(param) in ids)]
+
+    def first_step(self, name: str) -> None:
+        others = self._other_flags()
+        self._without_grad = None
+        if others:
+            log(
+                "other_requires_grad",
+                level=logging.WARNING,
+                object=name,
+                parameters=len(others),
+                trained_before=sum(flag for _, flag in others),
+                means="requires_grad of these parameters is not what it was when they were saved: a script that "
+                "freezes or thaws layers on its way has to do it again, with several ranks before DDP wraps the module",
+            )
 
     def _check_taken(self, tensors: dict[str, Tensor]) -> None:
         here = self._state()
@@ -576,6 +619,13 @@ class Module(Kind):
         if not hasattr(self, "_own"):
             self._own = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
         return id(tensor) in self._own
+
+
+def _has_several_ranks() -> bool:
+    """DDP looks at the flags when it wraps the module: changed behind its back, ranks would train apart."""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _owner(key: str) -> str:

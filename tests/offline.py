@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from migrator import tree
+from migrator.kinds import WITHOUT_GRAD
 from migrator.manifest import NAME, Manifest
 
 
@@ -24,4 +25,7 @@ def read(ckpt: Path) -> tuple[int, dict[str, Any]]:
         return tensors[stored.name]
 
     values = {name: tree.decode(entry["tree"], get=get) for name, entry in manifest.objects.items()}
+    for value in values.values():
+        if isinstance(value, dict):
+            value.pop(WITHOUT_GRAD, None)  # no tensor
     return manifest.step, values
