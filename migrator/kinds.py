@@ -457,8 +457,8 @@ class Module(Kind):
     def capture(self) -> Any:
         live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
         extra = {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
-        params = [param for slots, key in self._params if (param := slots.get(key)) is not None]
-        return live, self._copy(live), extra, [param for param in params if not param.requires_grad]
+        params = [slots.get(key) for slots, key in self._params]
+        return live, self._copy(live), extra, [p for p in params if p is not None and not p.requires_grad]
 
     def _copy(self, live: list[Tensor]) -> list[Tensor]:
         if not live:

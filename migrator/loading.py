@@ -117,7 +117,7 @@ class Fit:
 def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0, size: int = 1) -> Loaded:
     """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
     manifest = whole(storage, name)
-    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.root / name}")
+    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.directory / name}")
     loaded = fit.restore(read(storage, manifest, fit.homes()))
     try:
         # From now on it is spoken of as saved, while it may be there only because the node did not crash.
@@ -286,5 +286,8 @@ def _check_fit(name: str, kinds: dict[str, Any], values: dict[str, Any], registr
         raise CkptMismatch(
             f"the ckpt {name} does not fit what is registered:\n  "
             + "\n  ".join(lines)
-            + "\nRegister what is missing before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
+            + "\nRegister what is missing before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never.\n"
+            "To take a part of it only (the weights, not the optimizer), start without it and read its tensors from "
+            f"{name}/*.safetensors, where they are named '<registered name>/<key>': see CkptMismatch in "
+            "docs/troubleshooting.md."
         )
