@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from migrator.events import log
 from migrator.registry import Registry
 
 COSTLY_SHARE = 0.01
+_TRIES = 20
+"""So often is an object copied that another thread changes meanwhile, before this safe point does without it."""
 STRIKES = 8
 """So many costly captures in a row; a single slow one says nothing."""
 _FLOOR_S = {"module": 150e-6, "optimizer": 150e-6}
@@ -57,6 +59,10 @@ class Capture:
         return self.step, self.turn
 
 
+class _Restless(Exception):  # noqa: N818 - internal
+    """Another thread changes the object."""
+
+
 class Capturer:
     """Takes captures and keeps an eye on their price."""
 
@@ -66,6 +72,9 @@ class Capturer:
         self._strikes: dict[str, int] = {}
         self._last_s = 0.0
         self._marks: dict[str, Mark] = {}
+        self.restless: set[str] = set()
+        """Objects that the last capture could not copy, since another thread changed them each time."""
+        self._named: set[str] = set()
 
     def take(self, step: int, loop: dict[str, Any] | None, *, full: bool, turn: int = 0) -> Capture:
         """Capture all registered objects; `full` takes the costly ones too."""
@@ -75,15 +84,20 @@ class Capturer:
         marks: dict[str, Mark] = {}
         # Random states first: nothing below draws, but a state_dict() of the script's own might.
         random = randomness.capture()
+        self.restless.clear()
         for name, kind in self._registry:
             if not full and name in self._deferred:
                 continue
             before_s = perf_counter()
-            value = values[name] = kind.capture()
+            try:
+                value = values[name] = self._copied(name, kind)
+            except _Restless:
+                self.restless.add(name)
+                continue
             marks[name] = Mark(kind.watched(value), self._marks.get(name))
             self._weigh(name, kind, perf_counter() - before_s, interval_s)
         self._marks = marks
-        missing = frozenset() if full else frozenset(self._deferred)
+        missing = frozenset(self.restless) if full else frozenset(self._deferred | self.restless)
         return Capture(step, random, values, marks, loop, missing, turn=turn)
 
     def contents(self) -> dict[str, Contents]:
@@ -92,6 +106,30 @@ class Capturer:
 
     def have_changed(self, before: dict[str, Contents]) -> bool:
         return any(contents.differ(_tensors(self._registry[name].target)) for name, contents in before.items())
+
+    def _copied(self, name: str, kind: kinds.Kind) -> Any:
+        """What the object captures. It may be in use by another thread of the script: such a copy is made again."""
+        error: RuntimeError
+        for _ in range(_TRIES):
+            try:
+                return kind.capture()
+            except RuntimeError as caught:
+                # Of dict, OrderedDict, set and deque alike: "changed size", "mutated", "keys changed".
+                if "during iteration" not in str(caught):
+                    raise
+                error = caught
+            sleep(0)  # the other thread gets on with it
+        if name not in self._named:
+            self._named.add(name)
+            log(
+                "changed_while_copied",
+                level=logging.WARNING,
+                object=name,
+                why=error,
+                means="another thread changes it all the time, so this safe point cannot be saved and the next one is "
+                "tried; let that thread change a copy, or hold a lock that its state_dict() takes too",
+            )
+        raise _Restless
 
     def _weigh(self, name: str, kind: kinds.Kind, cost_s: float, interval_s: float) -> None:
         if cost_s < _FLOOR_S.get(kind.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:

@@ -32,6 +32,7 @@ EVENTS = {
     "loading": "progress of a long load",
     "loaded": "everything registered is back at the ckpt's step",
     "other_strides": "parameters lie in memory in another order than when they were saved",
+    "other_requires_grad": "requires_grad of some parameters is not what it was when they were saved",
     "loaded_legacy": "a migration.pth of the predecessor was loaded",
     # several ranks
     "ranks": "the ranks of this job have met; says which ranks share this pod and who writes",
@@ -51,6 +52,9 @@ EVENTS = {
     "no_safe_point": "optimizers step but no safe point was ever made",
     "implied_safe_points": "safe points are implied; an interrupted epoch will be repeated from its start",
     "unregistered_optimizer": "an optimizer that is not registered changes registered tensors",
+    "unstorable": "a registered object holds something that no ckpt can; the rest of it is saved",
+    "changed_while_copied": "another thread changed an object each time a safe point was to copy it",
+    "stale_state": "an optimizer holds state of parameters that it does not step any more; it is not saved",
     "capture_costly": "an object is captured only when a save is due, its capture would slow the steps",
     "changed_outside_step": "a registered tensor changed outside an optimizer step; the attempt was thrown away",
     "main_thread_only": "an object changes outside steps; from now on it is saved at safe points only",

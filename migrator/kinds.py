@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from migrator.events import log
-from migrator.tree import Stored, StoredArray, laid_out
+from migrator.tree import MAX_DEPTH, Stored, StoredArray, laid_out
 
 LARGE_BYTES = 16 * 1024
 """A tensor above this size is read live from registered containers, below it is copied at each safe point."""
@@ -42,6 +42,8 @@ class Kind(ABC):
     """What the rest of the package knows about a registered object."""
 
     kind: ClassVar[str]
+    may_lack: ClassVar[bool] = False
+    """An entry that becomes unstorable is left out, and the rest saved."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -105,24 +107,39 @@ def _is_large(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.nbytes > LARGE_BYTES
 
 
-def copied(value: Any) -> Any:
-    """A copy that stays as it is: containers and small tensors copied, large tensors kept by reference."""
+class Endless:
+    """Stands in a copy for a container that contains itself, or is nested beyond all measure; no ckpt holds it."""
+
+
+def copied(value: Any, within: frozenset[int] = frozenset()) -> Any:
+    """A copy that stays as it is: containers and small tensors copied, large tensors kept by reference.
+
+    `within`: the containers around it.
+    """
     kind = type(value)
     if kind in _SCALARS:
         return value
+    if isinstance(value, (dict, list, tuple, deque)) and (id(value) in within or len(within) > MAX_DEPTH):
+        return Endless()
     if isinstance(value, dict):
+        # In one go: another thread of the script may add to it. Then no Python code runs in between.
+        items = dict(value)
         # The types of 10^5 values are looked at far quicker than the values.
-        if set(map(type, value.values())) <= _SCALARS:
-            return _same_kind(value, dict(value))
-        return _same_kind(value, {key: copied(item) for key, item in value.items()})
+        if not set(map(type, items.values())) <= _SCALARS:
+            within |= {id(value)}
+            items = {key: copied(item, within) for key, item in items.items()}
+        return _same_kind(value, items)
     if isinstance(value, (list, deque)):
-        flat = set(map(type, value)) <= _SCALARS
-        items = list(value) if flat else [copied(item) for item in value]
-        return deque(items, value.maxlen) if isinstance(value, deque) else items
+        elements = list(value)
+        if not set(map(type, elements)) <= _SCALARS:
+            within |= {id(value)}
+            elements = [copied(item, within) for item in elements]
+        return deque(elements, value.maxlen) if isinstance(value, deque) else elements
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, tuple):
-        return tuple(copied(item) for item in value)
+        within |= {id(value)}
+        return tuple(copied(item, within) for item in value)
     if isinstance(value, (set, frozenset)):
         return set(value) if isinstance(value, set) else frozenset(value)
     if isinstance(value, Tensor):
@@ -206,13 +223,23 @@ def _fits_in_place(saved: Any, live: Any) -> bool:
         and isinstance(live, Tensor)
         and saved.shape == live.shape
         and saved.dtype == live.dtype
+        and is_writable(live)
     )
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Each element has memory of its own, and it may be written."""
+    if tensor.layout is not torch.strided:
+        return False
+    is_expanded = any(step == 0 and n > 1 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not is_expanded and not tensor.is_inference()
 
 
 class Container(Kind):
     """dict, list, set or deque: restored in place, so that the script's own reference sees it."""
 
     kind = "container"
+    may_lack = True
 
     def capture(self) -> Any:
         return copied(self.target)
@@ -312,6 +339,7 @@ class Stateful(Kind):
     """Anything with `state_dict()` and `load_state_dict()`: schedulers, samplers, metrics, the script's own."""
 
     kind = "stateful"
+    may_lack = True
 
     def capture(self) -> Any:
         return copied(self.target.state_dict())
@@ -330,6 +358,7 @@ class Sampler(Stateful):
     """An `ElasticSampler`, which can say whether a state fits before anything is touched."""
 
     kind = "sampler"
+    may_lack = False
 
     def differences(self, value: Any) -> list[str]:
         if not isinstance(value, dict):
@@ -341,6 +370,7 @@ class Scheduler(Stateful):
     """A learning rate scheduler. Its class must be the ckpt's: the fields of another mean other things."""
 
     kind = "scheduler"
+    may_lack = False
 
     def capture(self) -> Any:
         return {"class": type(self.target).__name__, "state": copied(self.target.state_dict())}
@@ -356,6 +386,7 @@ class Scaler(Stateful):
     """A GradScaler. On a device its two tensors are cloned there: `state_dict()` would synchronise."""
 
     kind = "scaler"
+    may_lack = False
 
     def capture(self) -> Any:
         scale = getattr(self.target, "_scale", None)
@@ -382,6 +413,10 @@ def _class_difference(target: Any, value: Any) -> list[str]:
     return []
 
 
+WITHOUT_GRAD = ".without_grad"
+"""Beside the tensors of a module: the names of its parameters that do not require gradients. No tensor is called so."""
+
+
 class Module(Kind):
     """A module without its DDP, DataParallel or compile wrapper.
 
@@ -395,6 +430,8 @@ class Module(Kind):
         super().__init__(target)
         self._spare: list[tuple[list[Tensor], list[Tensor]]] = []
         """Buffers and copies of them that nobody needs any more."""
+        self._without_grad: list[str] | None = None
+        """Since the last load, until the first step: the parameters that were saved without `requires_grad`."""
         self._scan()
 
     def _scan(self) -> None:
@@ -419,7 +456,9 @@ class Module(Kind):
 
     def capture(self) -> Any:
         live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
-        return live, self._copy(live), {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
+        extra = {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
+        params = [slots.get(key) for slots, key in self._params]
+        return live, self._copy(live), extra, [p for p in params if p is not None and not p.requires_grad]
 
     def _copy(self, live: list[Tensor]) -> list[Tensor]:
         if not live:
@@ -445,13 +484,15 @@ class Module(Kind):
         return [value for key, value in frozen.items() if key in self._names and isinstance(value, Tensor)]
 
     def frozen(self, captured: Any) -> Any:
-        live, copies, extra = captured
+        live, copies, extra, without_grad = captured
+        fixed = set(map(id, without_grad))
         copy_of = {id(tensor): copy for tensor, copy in zip(live, copies, strict=True)}
         params = {id(slots.get(key)) for slots, key in self._params}
         # Once for all: this is asked for each tensor, with the gate shut.
         buffers = {id(buffer) for buffer in self.target.buffers()}
         found: dict[str, Any] = {}
-        for key, value in self._state().items():
+        state = self._state()
+        for key, value in state.items():
             if isinstance(value, Tensor) and id(value) in copy_of:
                 found[key] = copy_of[id(value)]
                 if value.shape != found[key].shape:  # its `.data` was exchanged for one of another shape
@@ -467,6 +508,7 @@ class Module(Kind):
             else:
                 # A second handle: the script may exchange a parameter's `.data` from here on.
                 found[key] = value.detach() if isinstance(value, Tensor) else value
+        found[WITHOUT_GRAD] = [key for key, value in state.items() if id(value) in fixed]
         return found
 
     def _state(self) -> dict[str, Any]:
@@ -481,6 +523,9 @@ class Module(Kind):
         here = {k: v for k, v in self._state().items() if isinstance(v, Tensor)}
         if not isinstance(value, dict):
             return [": the ckpt holds something else under this name"]
+        names = value.get(WITHOUT_GRAD, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError("names of parameters that are none")
         there = {k: v for k, v in value.items() if isinstance(v, (Tensor, Stored))}
         found = [(key, "in the ckpt, not in the module") for key in there if key not in here]
         found += [(key, "in the module, not in the ckpt") for key in here if key not in there]
@@ -522,6 +567,8 @@ class Module(Kind):
         rest: OrderedDict[str, Any] = OrderedDict()
         # Modules look at it to tell how old a state dict is; without it they take this one for ancient.
         rest._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+        value = dict(value)
+        self._without_grad = value.pop(WITHOUT_GRAD, None)
         for key, saved in value.items():
             live = here.get(key)
             is_plain = isinstance(saved, Tensor) and isinstance(live, Tensor) and self._owns(live)
@@ -534,6 +581,33 @@ class Module(Kind):
         if unlike:
             self._check_taken(tensors)
             self._scan()
+        if not _has_several_ranks():
+            for param, requires_grad in self._other_flags():
+                param.requires_grad_(requires_grad)
+
+    def _other_flags(self) -> list[tuple[Tensor, bool]]:
+        """Parameters whose `requires_grad` is not what it was when they were saved, and what it was."""
+        if self._without_grad is None:
+            return []  # an old ckpt does not tell
+        fixed = set(self._without_grad)
+        state = {key: value for key, value in self._state().items() if isinstance(value, nn.Parameter)}
+        # Of tied weights one name is enough.
+        ids = {id(value) for key, value in state.items() if key in fixed}
+        return [(param, id(param) not in ids) for param in state.values() if param.requires_grad == (id(param) in ids)]
+
+    def first_step(self, name: str) -> None:
+        others = self._other_flags()
+        self._without_grad = None
+        if others:
+            log(
+                "other_requires_grad",
+                level=logging.WARNING,
+                object=name,
+                parameters=len(others),
+                trained_before=sum(flag for _, flag in others),
+                means="requires_grad of these parameters is not what it was when they were saved: a script that "
+                "freezes or thaws layers on its way has to do it again, with several ranks before DDP wraps the module",
+            )
 
     def _check_taken(self, tensors: dict[str, Tensor]) -> None:
         here = self._state()
@@ -545,6 +619,13 @@ class Module(Kind):
         if not hasattr(self, "_own"):
             self._own = {id(t) for t in (*self.target.parameters(), *self.target.buffers())}
         return id(tensor) in self._own
+
+
+def _has_several_ranks() -> bool:
+    """DDP looks at the flags when it wraps the module: changed behind its back, ranks would train apart."""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _owner(key: str) -> str:
@@ -592,6 +673,8 @@ class Optimizer(Kind):
         super().__init__(target)
         self._laid: list[tuple[Tensor, tuple[int, ...] | None, tuple[int, ...]]] = []
         """Since the last load: each parameter, its strides when it was saved, and those for which its state is laid."""
+        self._stale = 0
+        """How many parameters had stale state when it was looked at last."""
 
     def capture(self) -> Any:
         groups = self.target.param_groups
@@ -614,11 +697,17 @@ class Optimizer(Kind):
 
     def frozen(self, captured: Any) -> Any:
         index = {id(p): i for i, p in enumerate(p for params, _ in captured for p in params)}
+        now = {id(p) for group in self.target.param_groups for p in group["params"]}
         state: dict[Any, Any] = {}
+        stale = []
         for key, value in self.target.state.items():
             if isinstance(key, Tensor) and id(key) not in index:
-                raise LayoutChanged(f"state of a parameter of shape {tuple(key.shape)}")
+                if id(key) in now:
+                    raise LayoutChanged(f"its optimizer got a parameter of shape {tuple(key.shape)}")
+                stale.append(key)
+                continue
             state[index[id(key)] if isinstance(key, Tensor) else key] = _kept(value)
+        self._name_stale(stale)
         return {
             "class": type(self.target).__name__,
             "shapes": [[list(p.shape) for p in params] for params, _ in captured],
@@ -626,6 +715,24 @@ class Optimizer(Kind):
             "groups": [dict(rest) for _, rest in captured],
             "state": state,
         }
+
+    def _name_stale(self, stale: list[Tensor]) -> None:
+        """A layer was exchanged, and the new parameters took the place of the old ones in the groups.
+
+        `step()` does not look at the state of the old ones any more, so it is no part of what goes on.
+        """
+        if len(stale) > self._stale:
+            log(
+                "stale_state",
+                level=logging.WARNING,
+                optimizer=type(self.target).__name__,
+                parameters=len(stale),
+                shapes=", ".join(str(tuple(p.shape)) for p in stale[:5]),
+                means="the optimizer holds state of parameters that are in none of its param_groups any more. It is "
+                "not saved: give it up by `del optimizer.state[parameter]` when you exchange a layer. If such a "
+                "parameter is to come back into a group, it begins without state after a resume",
+            )
+        self._stale = len(stale)
 
     def live(self) -> Any:
         return None

@@ -61,6 +61,7 @@ class Fit:
         own = _own(manifest, rank) if manifest.ranks == size else {}
         entries = {**manifest.objects, **own.get("objects", {})}
         self._loop = own.get("loop", manifest.extra.get("loop"))
+        self._trees = {key: entry["tree"] for key, entry in entries.items()}
         self._values = {key: _decoded(entry["tree"]) for key, entry in entries.items()}
         kinds = {key: entry["kind"] for key, entry in entries.items()}
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
@@ -83,6 +84,9 @@ class Fit:
         loop = _filled(_decoded(self._loop), tensors)
         if loop is not None:
             _check_loop(name, loop)
+        for key, kind in self._registry:
+            if kind.may_lack:
+                self._registry.storable.remember(key, self._trees[key])
         filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
         for key, kind in self._registry:
             try:
@@ -118,7 +122,7 @@ class Fit:
 def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0, size: int = 1) -> Loaded:
     """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
     manifest = whole(storage, name)
-    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.root / name}")
+    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.directory / name}")
     loaded = fit.restore(read(storage, manifest, fit.homes()))
     try:
         # From now on it is spoken of as saved, while it may be there only because the node did not crash.
@@ -287,5 +291,8 @@ def _check_fit(name: str, kinds: dict[str, Any], values: dict[str, Any], registr
         raise CkptMismatch(
             f"the ckpt {name} does not fit what is registered:\n  "
             + "\n  ".join(lines)
-            + "\nRegister what is missing before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
+            + "\nRegister what is missing before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never.\n"
+            "To take a part of it only (the weights, not the optimizer), start without it and read its tensors from "
+            f"{name}/*.safetensors, where they are named '<registered name>/<key>': see CkptMismatch in "
+            "docs/troubleshooting.md."
         )

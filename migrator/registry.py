@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator import kinds, tree
+from migrator import kinds, manifest, tree
 from migrator.errors import RegistrationError
 from migrator.sampler import ElasticSampler
+from migrator.storable import Storable
 
 _SHARDED = {
     "FullyShardedDataParallel": "FSDP shards the parameters over the ranks",
@@ -37,6 +38,9 @@ class Registry:
         self._targets: dict[str, Any] = {}
         self.own: set[str] = set()
         """What each rank has for itself, its large tensors included."""
+        self._sizes: dict[str, int] = {}
+        self.storable = Storable()
+        """What was storable of objects that may become unstorable while the script runs."""
 
     def add(self, name: str, value: Any, *, own: bool = False) -> None:
         """Take `value` under `name`, or refuse with a reason and what to do instead."""
@@ -57,10 +61,25 @@ class Registry:
                     f"register({name!r}, ...): the same object is registered as {other!r} already. Once is enough."
                 )
         adapter = _adapter(name, target)
-        _check(name, adapter)
+        value = _checked(name, adapter)
+        self._check_size(name, tree.scan(value, name))
+        if adapter.may_lack:
+            self.storable.begin(name, value)
         self._kinds[name], self._targets[name] = adapter, target
         if own:
             self.own.add(name)
+
+    def _check_size(self, name: str, size: int) -> None:
+        """A save could not write what a load would not read."""
+        self._sizes[name] = size
+        total = sum(self._sizes.values())
+        if total > manifest.LIMIT:
+            del self._sizes[name]
+            raise RegistrationError(
+                f"register({name!r}, ...): what in it is neither a tensor nor a large array takes {size} bytes, "
+                f"all that is registered {total}, or more; a manifest holds at most {manifest.LIMIT}. "
+                "Keep large numbers of values in a tensor or in a numpy array."
+            )
 
     def __iter__(self) -> Iterator[tuple[str, kinds.Kind]]:
         return iter(self._kinds.items())
@@ -183,16 +202,37 @@ def _refuse_tensor(path: str, tensor: Tensor) -> None:
         raise RegistrationError(f"{path} is on the meta device and has no values. Materialise it before register().")
 
 
-def _check(name: str, adapter: kinds.Kind) -> None:
-    """Everything that would be saved can be: the same walk as a save, without its bytes."""
+def _refuse_unwritable(name: str, adapter: kinds.Kind) -> None:
+    """What would be saved and could never be loaded."""
+    if isinstance(adapter, kinds.TensorOrArray):
+        found = {name: adapter.target}
+    elif isinstance(adapter, kinds.Module):
+        found = {f"{name}/{key}": value for key, value in adapter.found().items()}
+    else:
+        return  # there another one takes its place
+    for path, value in found.items():
+        if isinstance(value, Tensor) and not kinds.is_writable(value):
+            raise RegistrationError(
+                f"{path} cannot be written: its elements share memory (expand()), or it was made under "
+                "inference_mode(). No ckpt could be loaded into it. Register a copy: .clone()."
+            )
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            raise RegistrationError(
+                f"{path} is an array that cannot be written, so no ckpt could be loaded into it. "
+                "Register a copy: .copy()."
+            )
+
+
+def _checked(name: str, adapter: kinds.Kind) -> Any:
+    """What would be saved, and all of it can be: the same walk as a save, without its bytes."""
     try:
-        # First as it is: a copy of a cycle never ends, and a copy of a named tuple is a plain one.
+        # First as it is: a copy of a named tuple is a plain one.
         tree.scan(adapter.found(), name)
-        value = adapter.frozen(adapter.capture())
+        _refuse_unwritable(name, adapter)
+        return adapter.frozen(adapter.capture())
     except RegistrationError:
         raise
     except Exception as error:
         raise RegistrationError(
             f"register({name!r}, ...): reading its state failed: {type(error).__name__}: {error}"
         ) from error
-    tree.scan(value, name)

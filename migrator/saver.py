@@ -260,7 +260,7 @@ class Saver(threading.Thread):
                 saved = self._attempt(capture, why)
             except Unclean as error:
                 gate.spoil(capture)
-                self._note_unclean(error.names, capture.step)
+                self._note_unclean(error.names, capture.step, error.why)
                 continue
             finally:
                 if why is not Why.LEAVING:
@@ -278,6 +278,11 @@ class Saver(threading.Thread):
                 raise SaveFailed(
                     f"no safe point was reached within the grace after {', '.join(self._unclean)} changed outside "
                     "optimizer.step(); register only what stands still in long evaluations, or make the grace longer"
+                )
+            if self._leaving.left_s < 0 and self._shop.capturer.restless:
+                raise SaveFailed(
+                    f"no safe point could be copied within the grace: another thread changed "
+                    f"{', '.join(sorted(self._shop.capturer.restless))} each time"
                 )
             if self._leaving.left_s < 0:
                 raise SaveFailed(self._leaving.why_no_safe_point)
@@ -323,10 +328,10 @@ class Saver(threading.Thread):
             )
             raise GivenUp
 
-    def _note_unclean(self, names: list[str], step: int) -> None:
+    def _note_unclean(self, names: list[str], step: int, why: str = "") -> None:
         for name in names:
             count = self._unclean[name] = self._unclean.get(name, 0) + 1
-            log("changed_outside_step", level=logging.WARNING, object=name, step=step)
+            log("changed_outside_step", level=logging.WARNING, object=name, step=step, **({"why": why} if why else {}))
             if count == _UNCLEAN_LIMIT:
                 self._shop.gate.holds_main = True
                 log(

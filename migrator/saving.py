@@ -57,9 +57,10 @@ _ROOM_LEFT = 256 << 20
 class Unclean(Exception):  # noqa: N818 - internal: try again at the next safe point
     """The state is not that of the safe point any more."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], why: str = "") -> None:
         super().__init__(", ".join(names))
         self.names = names
+        self.why = why
 
 
 class GivenUp(Exception):  # noqa: N818 - internal
@@ -366,14 +367,18 @@ class Attempt:
                 value = kind.frozen(self._capture.values[name])
             except (LayoutChanged, RuntimeError, KeyError) as error:
                 # The script is changing the object's structure at this moment.
-                raise Unclean([name]) from error
+                raise Unclean([name], f"it has not the tensors of the safe point: {error}") from error
             marked = self._capture.marks[name].addresses
             # What is looked up while other weights are swapped in would be written in their stead,
             # though the marks find the right ones back in place a moment later.
             if any(tensor.data_ptr() not in marked for tensor in kind.standing(value)):
                 raise Unclean([name])
             put = self._putter(name, kind.kind, marked, known, own_inline)
-            objects[name] = {"kind": kind.kind, "tree": tree.encode(value, put=put, path=name)}
+            if kind.may_lack:
+                node = self._shop.registry.storable.encode(name, value, put)
+            else:
+                node = tree.encode(value, put=put, path=name)
+            objects[name] = {"kind": kind.kind, "tree": node}
         extra = {}
         for key, value in (("random", self._capture.random), ("loop", self._capture.loop)):
             put = self._putter(key, "", frozenset(), known, own_inline)

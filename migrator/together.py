@@ -93,7 +93,7 @@ class Together:
         self._ranks = ranks
         self._leaving = leaving
         self._make_attempt = make_attempt
-        self.note_unclean: Callable[[list[str], int], None] = lambda names, step: None
+        self.note_unclean: Callable[[list[str], int, str], None] = lambda names, step, why: None
         self._has_told_unlike = False
         self.committed: str | None = None
         """The newest ckpt that this very rank committed: it is the one to clean up behind it."""
@@ -237,7 +237,7 @@ class Together:
     def _unclean(self, me: Self, act: Act, error: Unclean) -> Self:
         if self._capture is not None:
             self._shop.gate.spoil(self._capture)
-            self.note_unclean(error.names, self._capture.step)
+            self.note_unclean(error.names, self._capture.step, error.why)
         self._release()
         return agreement.done(me, act, is_clean=False)
 
@@ -414,7 +414,7 @@ class Together:
             attempt.share()
         except Unclean as error:
             gate.spoil(capture)
-            self.note_unclean(error.names, capture.step)
+            self.note_unclean(error.names, capture.step, error.why)
             self.miss(target, f"{', '.join(error.names)} changed outside a step")
             raise Missed("it changed outside a step") from error
         except GivenUp:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
+import json
 import math
 import re
 from collections import Counter, OrderedDict, deque
@@ -73,6 +74,7 @@ _ARRAY_DTYPES: dict[str, torch.dtype] = {
 }
 
 Put = Callable[[torch.Tensor, str], "str | None"]
+Refused = Callable[[str, tuple[Any, ...], RegistrationError], Any]
 Get = Callable[["Stored | StoredArray"], Any]
 
 
@@ -117,18 +119,63 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return _DTYPE_NAMES.get(dtype)
 
 
-def encode(value: Any, *, put: Put, path: str) -> Any:
+OMITTED: Any = object()
+"""Stands for an entry of a dict that is left out."""
+
+
+def encode(value: Any, *, put: Put, path: str, on_refused: Refused | None = None) -> Any:
     """The tree of `value`, ready for `json.dumps(..., allow_nan=False)`.
 
     `put` decides for each tensor: a name under which the caller stores its bytes
     in a part, or None to keep them in the tree. No two tensors have the same path.
+
+    `on_refused` gives another tree, or `OMITTED`, for an entry of a dict that cannot be stored, by its path and its
+    keys from the outermost dict on. It is asked for no entry inside of a list: the place there belongs to another one
+    later. Without it, or for the value as a whole, `RegistrationError` is raised.
     """
-    return _Encoder(put, _text).value(value, path)
+    encoder = _Encoder(put, _text, on_refused)
+    try:
+        return encoder.value(value, path)
+    except RegistrationError as error:
+        node = OMITTED if on_refused is None else on_refused(path, (), error)
+        if node is OMITTED:
+            raise
+        return node
 
 
-def scan(value: Any, path: str) -> None:
-    """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse."""
-    _Encoder(lambda tensor, path: "", lambda data: "").value(value, path)
+def scan(value: Any, path: str) -> int:
+    """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse.
+
+    Returns how many bytes its tree takes at least.
+    """
+    texts = 0
+
+    def text(data: bytes) -> str:
+        nonlocal texts
+        texts += 4 * len(data) // 3
+        return ""
+
+    encoder = _Encoder(lambda tensor, path: "", text)
+    node = encoder.value(value, path)
+    if encoder.size < _WORTH_COUNTING:
+        return texts + encoder.size
+    return texts + len(json.dumps(node))
+
+
+_WORTH_COUNTING = 4 << 20
+"""Fewer values and letters than this fit a manifest however long each of them is as text."""
+
+
+def entry(node: Any, key: Any) -> Any:
+    """The tree under this key of the tree of a dict, or `OMITTED`."""
+    if not isinstance(node, dict):
+        return OMITTED
+    if "!" not in node:
+        return node.get(key, OMITTED) if type(key) is str else OMITTED
+    if node["!"] not in ("dict", "odict") or not _is_key(key):
+        return OMITTED
+    name = _Encoder(lambda tensor, path: None, _text).value(key, "")
+    return next((item for one, item in node["v"] if one == name and type(one) is type(name)), OMITTED)
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -176,12 +223,20 @@ def decode(tree: Any, *, get: Get) -> Any:
 
 
 class _Encoder:
-    def __init__(self, put: Put, text: Callable[[bytes], str]) -> None:
+    def __init__(self, put: Put, text: Callable[[bytes], str], on_refused: Refused | None = None) -> None:
         self._put = put
         self._text = text
+        self._on_refused = on_refused
         self._open: set[int] = set()
+        self._keys: list[Any] = []
+        """Of the dicts that are open."""
+        self._lists = 0
+        """How many lists and the like are open."""
+        self.size = 0
+        """Each value takes a byte at least, and a text its letters."""
 
     def value(self, value: Any, path: str) -> Any:
+        self.size += 1
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, enum.Enum):
@@ -208,6 +263,7 @@ class _Encoder:
 
     def _plain(self, value: int | float | str | bytes) -> Any:
         if isinstance(value, str):
+            self.size += len(value)
             return str.__str__(value)
         if isinstance(value, bytes):
             return {"!": "bytes", "v": self._text(value)}
@@ -236,16 +292,45 @@ class _Encoder:
         raise _refused(path, value, advice)
 
     def _each(self, values: Iterable[Any], path: str) -> list[Any]:
-        return [self.value(item, f"{path}[{i}]") for i, item in enumerate(values)]
+        self._lists += 1
+        try:
+            return [self.value(item, f"{path}[{i}]") for i, item in enumerate(values)]
+        finally:
+            self._lists -= 1
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
         # One copy first: the training loop may add a key while another thread saves.
         items = list(value.items())
         if type(value) is not OrderedDict and all(type(k) is str and not k.startswith("!") for k, _ in items):
-            return {key: self.value(item, _below(path, key)) for key, item in items}
+            found = ((key, self._entry(key, item, path)) for key, item in items)
+            return {key: node for key, node in found if node is not OMITTED}
         _check_hashes([key for key, _ in items], path)
-        pairs = [[self._key(key, path), self.value(item, _below(path, key))] for key, item in items]
+        pairs = []
+        for key, item in items:
+            try:
+                name = self._key(key, path)
+            except RegistrationError as error:
+                if self._on_refused is None or self._lists:
+                    raise
+                self._on_refused(_below(path, key), (*self._keys, key), error)
+                continue
+            node = self._entry(key, item, path)
+            if node is not OMITTED:
+                pairs.append([name, node])
         return {"!": "odict" if isinstance(value, OrderedDict) else "dict", "v": pairs}
+
+    def _entry(self, key: Any, item: Any, path: str) -> Any:
+        self._keys.append(key)
+        try:
+            below = _below(path, key)
+            try:
+                return self.value(item, below)
+            except RegistrationError as error:
+                if self._on_refused is None or self._lists:
+                    raise
+                return self._on_refused(below, tuple(self._keys), error)
+        finally:
+            self._keys.pop()
 
     def _key(self, key: Any, path: str) -> Any:
         if not _is_key(key):
@@ -284,8 +369,10 @@ class _Encoder:
         if len(self._open) >= MAX_DEPTH:
             raise RegistrationError(f"{path} is nested more than {MAX_DEPTH} deep. Store it flatter.")
         self._open.add(id(value))
-        yield
-        self._open.discard(id(value))
+        try:
+            yield
+        finally:
+            self._open.discard(id(value))
 
 
 def _refused(path: str, value: Any, advice: str) -> RegistrationError:

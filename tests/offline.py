@@ -8,6 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from migrator import tree
+from migrator.kinds import WITHOUT_GRAD
 from migrator.manifest import NAME, Manifest
 
 
@@ -17,8 +18,14 @@ def read(ckpt: Path) -> tuple[int, dict[str, Any]]:
     tensors = {}
     for part in manifest.parts:
         tensors |= load_file(ckpt / part.name)
-    values = {
-        name: tree.decode(entry["tree"], get=lambda stored: tensors[stored.name])
-        for name, entry in manifest.objects.items()
-    }
+
+    def get(stored: tree.Stored | tree.StoredArray) -> Any:
+        if isinstance(stored, tree.StoredArray):
+            return stored.array(tensors[stored.part.name])
+        return tensors[stored.name]
+
+    values = {name: tree.decode(entry["tree"], get=get) for name, entry in manifest.objects.items()}
+    for value in values.values():
+        if isinstance(value, dict):
+            value.pop(WITHOUT_GRAD, None)  # no tensor
     return manifest.step, values

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -605,6 +607,51 @@ def test_what_a_module_loses_after_it_was_registered_does_not_end_the_training(t
     saved = work.run(work.safe_point(2))
 
     assert same(model, work.saved(saved.ckpt)["model"])
+
+
+def test_state_of_a_layer_that_was_exchanged_is_named_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new head is in the optimizer's group; what the optimizer keeps for the old one costs no save."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def trained() -> None:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    trained()
+    work = bench(tmp_path, model=model, optimizer=optimizer)
+    work.run(work.safe_point(1))
+    model[2] = nn.Linear(50, 3)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    trained()
+    with caplog.at_level(logging.WARNING):
+        with contextlib.suppress(Unclean):  # the module has other parameters than when it was looked at
+            work.run(work.safe_point(2))
+        saved = [work.run(work.safe_point(step)) for step in (3, 4)]
+
+    (named,) = [record.getMessage() for record in caplog.records]
+    assert 'stale_state optimizer=AdamW parameters=2 shapes="(2, 50), (2,)"' in named
+    for one in saved:
+        state = work.saved(one.ckpt)["optimizer"]
+        assert state["shapes"][0][-2:] == [[3, 50], [3]]
+        assert sorted(state["state"]) == list(range(6))
+        assert state["state"][4]["exp_avg"].shape == (3, 50)
+
+
+def test_a_parameter_that_came_after_the_safe_point_is_waited_for(tmp_path: Path) -> None:
+    """That is no stale state, and what is said of it is not that a tensor changed."""
+    model, more = layers(), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    work = bench(tmp_path, optimizer=optimizer)
+    capture = work.safe_point(1)
+    optimizer.add_param_group({"params": [more]})
+    optimizer.state[more]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(Unclean) as caught:
+        work.run(capture)
+    assert "its optimizer got a parameter of shape (3,)" in caught.value.why
 
 
 def test_what_a_module_gains_is_saved_from_the_next_safe_point_on(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from migrator.loading import Fit, Loaded, load, newest_usable
 from migrator.manifest import Manifest
 from migrator.registry import Registry
 from migrator.storage import LocalStorage
+from tests.harness import ROOT
 from tests.test_registration import Volume, registered
 
 CKPT = "000001-000000000010"
@@ -239,8 +240,8 @@ def test_all_that_does_not_fit_is_told_at_once(volume: Volume) -> None:
     before = model.weight.clone()
     with pytest.raises(CkptMismatch) as refusal:
         volume.load(name, a=model, b=nn.Linear(1, 1), d=metrics)
-    assert str(refusal.value).split("\n")[:-1] == [
-        f"the ckpt {volume.storage.root / name} does not fit what is registered:",
+    assert str(refusal.value).split("\n")[:-2] == [
+        f"the ckpt {volume.storage.directory / name} does not fit what is registered:",
         "  in the ckpt, not registered: c",
         "  registered, not in the ckpt: d",
         "  a/weight: shape is (2, 3) here, (2, 2) there",
@@ -335,3 +336,23 @@ def test_storage_is_asked_for_nothing_but_the_ckpt(volume: Volume) -> None:
     model = nn.Linear(2, 2)
     loaded = load(other, name, registered(a=[0.0], model=model))
     assert (loaded.ckpt, loaded.step, loaded.ranks) == (name, 1, 1)
+
+
+def test_the_error_says_how_to_take_a_part(volume: Volume, capsys: pytest.CaptureFixture[str]) -> None:
+    """More or fewer objects are refused as before; the page that is named has lines that work."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    name = volume.save(model=model, metrics={"x": 1})
+    with pytest.raises(CkptMismatch) as caught:
+        volume.load(name, model=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    assert "in the ckpt, not registered: metrics" in str(caught.value)
+    assert f"{volume.storage.directory / name}/*.safetensors" in str(caught.value)
+    assert "see CkptMismatch in docs/troubleshooting.md" in str(caught.value)
+
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    lines = page.split("**A part of a ckpt.**")[1].split("```python\n")[1].split("```")[0]
+    assert "ckpts/default/000003-000000000412" in lines
+    fresh = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    directory = volume.storage.directory / name
+    exec(lines.replace("ckpts/default/000003-000000000412", str(directory)), {"model": fresh})
+    assert "All keys matched successfully" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))

@@ -43,7 +43,10 @@ class Volume:
 
     def save(self, **objects: Any) -> str:
         """The name of a ckpt of these objects."""
-        registry = registered(**objects)
+        return self.save_registry(registered(**objects))
+
+    def save_registry(self, registry: Registry) -> str:
+        """The same of what was registered before."""
         capturer = Capturer(registry)
         gate = Gate(capturer)
         self._step += 1
