@@ -38,10 +38,10 @@ EVENTS = {
     "launcher_warning": "the way this job was started can lose it when the pod goes",
     "store_lost": "the job's store is gone; from now on ranks find each other on storage only",
     "agreed": "the ranks came to one answer: the step they save",
-    "settled": "this rank cannot reach the step agreed on; it saves the one it is at, alone",
+    "settled": "this rank cannot save with the others, `why` says for what reason; it saves the step it is at, alone",
     "agreed_anew": "the step agreed on could not be saved; another one is agreed on",
     "share_taken_over": "a share that its rank did not write in time is written by another one",
-    "rank_lost": "a rank's own state is not in the ckpt: it did not answer in time, or had ended",
+    "rank_lost": "a rank's own state is not in the ckpt; `why` says what is known of that rank",
     "random_derived": "there is no random state for this rank in the ckpt; one was derived from another rank's",
     "epoch_repeated": "another number of ranks in mid-epoch of a loader without ElasticSampler; its epoch begins anew",
     # training
