@@ -318,7 +318,7 @@ class Attempt:
                 check_parts(storage, manifest)
             except CkptCorrupt as error:
                 later = max(numbers(storage), default=0)
-                why = "Nothing of this job deletes there; see whether somebody cleans up the volume."
+                why = "No later life of the job has begun; see who deletes on the volume."
                 if later > manifest.generation:
                     why = f"A later life of the job (generation {later}) has begun, and sweeps; end one of them."
                 raise StorageError(f"cannot commit {manifest.ckpt}: {error}. {why}", errno=errno.ENOENT) from error

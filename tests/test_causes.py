@@ -144,7 +144,7 @@ def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, news: Any,
 
 @pytest.mark.parametrize(
     ("lives", "why"),
-    [(1, "Nothing of this job deletes there"), (2, r"A later life of the job \(generation 2\) has begun")],
+    [(1, "No later life of the job has begun"), (2, r"A later life of the job \(generation 2\) has begun")],
 )
 def test_why_a_part_is_gone(tmp_path: Path, lives: int, why: str) -> None:
     """A later life is blamed only if there is one."""
