@@ -87,7 +87,7 @@ class JointSaver(Saver):
         """Have all ranks save the safe point this one is at, or about to reach."""
         ticket, target = Ticket(), self._shop.gate.reach
         if target is None or self._is_closed or self._leaving.news is not None:
-            ticket.error = SaveFailed("the process is leaving: no further save is made")
+            ticket.error = SaveFailed(f"{self._why_no_more()}: no further save is made")
             ticket.done.set()
         elif self.newest is not None and self.newest.step == target[0]:
             ticket.saved = self.newest
@@ -99,8 +99,17 @@ class JointSaver(Saver):
                 with self._cond:
                     self._asked = [asked for asked in self._asked if asked[1] is not ticket]
                 saved = self.newest if self.newest is not None and self.newest.step == target[0] else None
-                self._answer_tickets([ticket], saved, None if saved else SaveFailed("the loop has gone on already"))
+                why = self._why_not(target)
+                self._answer_tickets([ticket], saved, None if saved else SaveFailed(f"step {target[0]}: {why}"))
         return ticket
+
+    def _why_no_more(self) -> str:
+        return "the process is leaving" if self._leaving.news is not None else "its script has ended"
+
+    def _why_not(self, target: Point) -> str:
+        """What keeps this rank from saving that safe point."""
+        reach = self._shop.gate.reach
+        return "it has gone on already" if reach is not None and reach > target else self._why_no_more()
 
     def _is_asked(self) -> bool:
         # Other ranks may wait for what this one was told to save: it does, or says that it can not.
@@ -148,7 +157,7 @@ class JointSaver(Saver):
             if target == self._taken:
                 return True  # another rank's word for what this one is saving already
             if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
-                self._together.miss(target, "it has gone on already" if reach is not None else "its script has ended")
+                self._together.miss(target, self._why_not(target))
                 return False
             self._targets.add(target)
             gate.announce()

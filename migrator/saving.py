@@ -35,7 +35,7 @@ from migrator.errors import CkptCorrupt, StorageError
 from migrator.events import log
 from migrator.gate import Gate
 from migrator.kinds import LayoutChanged
-from migrator.lineage import Generation, check_parts, make_durable, whole
+from migrator.lineage import Generation, check_parts, make_durable, numbers, whole
 from migrator.manifest import NAME, Manifest, ckpt_name, own_name, part_name
 from migrator.parts import PartRecord, digest_of, write_part
 from migrator.registry import Registry
@@ -320,10 +320,11 @@ class Attempt:
             try:
                 check_parts(storage, manifest)
             except CkptCorrupt as error:
-                raise StorageError(
-                    f"cannot commit {manifest.ckpt}: {error}. A later life of the job seems to run; end one of them.",
-                    errno=errno.ENOENT,
-                ) from error
+                later = max(numbers(storage), default=0)
+                why = "No later life of the job has begun; see who deletes on the volume."
+                if later > manifest.generation:
+                    why = f"A later life of the job (generation {later}) has begun, and sweeps; end one of them."
+                raise StorageError(f"cannot commit {manifest.ckpt}: {error}. {why}", errno=errno.ENOENT) from error
 
         try:
             storage.put(place, data, exclusive=True, check=check)

@@ -186,6 +186,11 @@ class Gathering:
             if is_of_this and record.extra.keys() >= {"random", "loop"}:
                 self._found[rank] = record
 
+    @property
+    def shares(self) -> int:
+        """How many there are in all."""
+        return len(self._plan.shares)
+
     def add(self, mine: RankRecord) -> None:
         self._mine = mine
 

@@ -276,7 +276,8 @@ class Team:
         if ranks.rank != 0:
             data = ranks.call(lambda store: store.get(key), timeout_s=LOAD_S)
             if data is None:
-                raise RanksError("the job's store ended while the ckpt was handed over")
+                gone = "ended" if ranks.is_lost else "did not answer"
+                raise RanksError(f"the job's store {gone} while the ckpt was handed over")
             manifest = Manifest.from_bytes(data)
             tensors = loading.made(found["tensors"])
         # From here on all ranks do the same, or none: a collective knows no way back.

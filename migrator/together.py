@@ -163,7 +163,7 @@ class Together:
                 self._release()
             reach, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
             if act is Act.SETTLE:
-                log("settled", level=logging.WARNING, step=reach[0] if reach else None)
+                log("settled", level=logging.WARNING, step=reach[0] if reach else None, why=self._why_alone(me))
             return agreement.done(me, act, reach=reach, is_trained=is_trained)
         elif act is Act.LET:
             assert isinstance(what, tuple)
@@ -192,6 +192,20 @@ class Together:
             self._since = {}
             return agreement.done(me, act)
         return me
+
+    def _why_alone(self, me: Self) -> str:
+        """What keeps this rank, as it was before, from saving with the others."""
+        decision = self._ranks.board.decision(me.ballot)
+        if me.is_unclean:
+            return "what it holds changed outside a step"
+        if decision is None or decision.target is None:
+            lost = "the job's store is gone" if self._ranks.is_lost else "the others have nothing to save"
+            return f"{lost}; no step was agreed on"
+        if me.reach is None:
+            return "its script ends"
+        if me.reach > decision.target:
+            return f"it is past step {decision.target[0]}, which was agreed on"
+        return f"it did not come to step {decision.target[0]}, which was agreed on, in time"
 
     def _take(self, me: Self, point: Point) -> Self:
         gate = self._shop.gate
@@ -351,7 +365,24 @@ class Together:
                 raise failure
             if self._attempt is None or not me.has_shared:
                 raise SaveFailed(self._leaving.why_no_safe_point)
-            raise SaveFailed("the other ranks did not write their shares within the grace")
+            raise SaveFailed(self._why_uncommitted())
+
+    def _why_uncommitted(self) -> str:
+        """This rank has written its share, the grace is over, and there is no ckpt."""
+        gathering = self._gathering
+        if not self._shop.writes:
+            return "rank 0, which writes for all ranks, did not commit within the grace"
+        if gathering is None:
+            return "what the other ranks wrote could not be looked at within the grace"
+        missing = gathering.missing()
+        if missing:
+            silent = sorted(set(range(self._ranks.size)) - gathering.alike().keys())
+            of = f"; nothing that fits came from rank {', '.join(map(str, silent))}" if silent else ""
+            return f"{len(missing)} of {gathering.shares} shares were not written within the grace{of}"
+        lowest = min(gathering.records)
+        if lowest not in gathering.alike():
+            return f"rank {lowest} holds other tensors than this one, and did not commit its own within the grace"
+        return "all shares were written, but the ckpt was not committed within the grace"
 
     def _done(self, me: Self, view: View) -> Saved:
         decision = view.board.decision(me.ballot)
@@ -373,11 +404,27 @@ class Together:
         raise SaveFailed("the ckpt that the ranks agreed on was there and is gone; who deletes on the volume?")
 
     def _name_who_is_missing(self, gathering: Gathering) -> None:
-        ended = {line.rank for line in self._ranks.lines("bye")}
         for rank in sorted(set(range(self._ranks.size)) - gathering.alike().keys()):
-            why = "its script had ended" if rank in ended else "it did not answer in time"
             what = "its random states and all that is its own"
-            log("rank_lost", level=logging.WARNING, lost=rank, means=what, why=why)
+            log("rank_lost", level=logging.WARNING, lost=rank, means=what, why=self._why_missing(rank, gathering))
+
+    def _why_missing(self, rank: int, gathering: Gathering) -> str:
+        """What is known of a rank whose own state is not in the ckpt. That it was late is said only if it was."""
+        said = {line.what: line for line in self._ranks.board.lines if line.rank == rank}
+        if rank in gathering.records:
+            names = gathering.unlike().get(rank, [])
+            return f"it holds other tensors than rank {min(gathering.alike())}: {', '.join(names)}"
+        if "bye" in said:
+            return "its script had ended"
+        if "failed" in said:
+            return f"it could not write: {said['failed'].info}"
+        if "alone" in said:
+            return "it could not come to this step and saves the one it is at"
+        if self._ranks.is_lost:
+            return "the job's store is gone, and nothing of it was found on storage in time"
+        if not self._ranks.is_alive_there(rank):
+            return "it shows no sign of life: its process ended, froze or was cut off"
+        return "it is alive and had not written what is its own in time"
 
     def _tell_unlike(self, gathering: Gathering) -> None:
         unlike = gathering.unlike()
@@ -461,7 +508,10 @@ class Together:
             is_dead = not self._ranks.is_lost and not all(map(self._ranks.is_alive_there, waits_for))
             waited_s = time.monotonic() - since_s
             if waited_s > wait_s or (is_dead and waited_s > STALE_S):
-                raise SaveFailed(f"not all ranks wrote their shares of step {target[0]} within {waited_s:.0f} s")
+                who = f"rank {', '.join(map(str, sorted(waits_for)))}" if waits_for else "the share of some rank"
+                why = "shows no sign of life" if is_dead else f"was waited for {waited_s:.0f} s"
+                what = "has not written what belongs to" if self._ranks.rank == 0 else "has not committed"
+                raise SaveFailed(f"{who} {what} step {target[0]} and {why}")
             self._ranks.wait(_LOOK_S)
 
     def miss(self, target: Point, why: str) -> None:

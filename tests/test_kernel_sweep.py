@@ -362,7 +362,7 @@ def leftovers(job: Job) -> list[str]:
     """What is neither the record of a life, nor a manifest, nor a part that a manifest names."""
     there = {path for path in job.root.glob("*/**/*") if path.is_file() or not any(path.iterdir())}
     there |= {path for path in job.root.iterdir() if path.is_file()}
-    records = {path for path in there if re.search(r"/generations/\d{6}\.json$", str(path))}
+    records = {path for path in there if re.search(r"/generations/\d{6}\.(json|from)$", str(path))}
     manifests = {path for path in there if path.name == "manifest.json"}
     parts = {
         manifest.with_name(part["name"])

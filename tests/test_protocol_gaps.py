@@ -600,6 +600,8 @@ def test_a_ckpt_whose_parts_were_swept_is_not_committed(
     attempt.share()
     if claimed:
         no_links_and_a_dead_claim(storage, monkeypatch)
+    claim(storage, fresh=False, about={})
+    claim(storage, fresh=False, about={})
     storage.delete(f"{FIRST}/{part_name(0, 1)}")
     with pytest.raises(StorageError, match="A later life") as refusal:
         attempt.commit()

@@ -371,6 +371,9 @@ def test_ranks_that_hold_different_weights_get_those_of_rank_0(job: Job, slow: s
     told = gang.events("ranks_differ")
     assert told, gang.text
     assert all(fields["objects"] == "model,optimizer" for _, fields in told), gang.text
+    assert {fields["why"] for _, fields in gang.events("rank_lost")} == {
+        '"it holds other tensors than rank 0: model, optimizer"'
+    }, gang.text
     assert_goes_on(job, 2, 4, digest_of(gang, 0, 4))
 
 
