@@ -69,6 +69,8 @@ class Life:
         self._finished: set[int] = set()
         self._steps = 0
         self._known_optimizers: set[int] = {id(o) for o in registry.optimizers()}
+        self._unproven: dict[int, str] = {}
+        """Optimizers that are not registered, and what they change; that their state is saved is not shown yet."""
         self._is_explicit = False
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
@@ -423,6 +425,8 @@ class Life:
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._steps += 1
         self._finished.add(id(optimizer))
+        if id(optimizer) in self._unproven:
+            self._look_for_state_of(optimizer, self._unproven.pop(id(optimizer)))
 
     def _check_resume_was_not_ignored(self) -> None:
         if self.can_load and not self.is_loaded and not self.gate.is_leaving:
@@ -441,14 +445,19 @@ class Life:
             for param in group["params"]:
                 owner = self._registry.owner_of(param)
                 if owner is not None:
-                    log(
-                        "unregistered_optimizer",
-                        level=logging.WARNING,
-                        optimizer=type(optimizer).__name__,
-                        changes=owner,
-                        means="its own state is not saved: register it as well",
-                    )
+                    self._unproven[id(optimizer)] = owner
                     return
+
+    def _look_for_state_of(self, optimizer: torch.optim.Optimizer, changes: str) -> None:
+        """After its first step, which makes its state: a wrapper that is registered may save it."""
+        if not self._registry.saves_state_of(optimizer):
+            log(
+                "unregistered_optimizer",
+                level=logging.WARNING,
+                optimizer=type(optimizer).__name__,
+                changes=changes,
+                means="its own state is not saved: register it as well",
+            )
 
     # Safe points that nobody wrote: the four lines of the predecessor.
 
