@@ -14,14 +14,16 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
-from migrator import environment, events, legacy, lineage, loading, randomness, ranks, signal_file
+from migrator import counters, environment, events, legacy, lineage, loading, randomness, ranks, signal_file
 from migrator.agreement import Line
 from migrator.capture import Capturer
+from migrator.counters import EpochCounters
 from migrator.errors import (
     CkptCorrupt,
     CkptMismatch,
@@ -104,6 +106,7 @@ class Life:
             )
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
+        self._counters = EpochCounters()
         self.loops = Loops(self, self._place, [kind.target for _, kind in registry])
         self._watcher = Watcher(sigterm=self._sigterm, file=self._file, grace_s=settings.grace_s, on_news=self._hear)
         self._start()
@@ -252,6 +255,7 @@ class Life:
         start_s = time.monotonic()
         if self._legacy is not None:
             legacy.load(self._legacy, self._registry)
+            self._counters.load({})
             self._after_load()
             log("loaded_legacy", file=self._legacy)
             return str(self._legacy)
@@ -261,6 +265,7 @@ class Life:
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
         if loaded.loop is not None:
             self._place.load(loaded.loop, loaded.random)
+        self._counters.load((loaded.loop or {}).get("epochs", {}))
         if loaded.random:
             randomness.restore(loaded.random)
         self._after_load()
@@ -321,6 +326,16 @@ class Life:
                 hook.remove()
             self._forward_hooks.clear()
 
+    def epochs(self, total: int, *, name: str, start: int | None) -> Iterator[int]:
+        """`migrator.epochs()`."""
+        count = self._counters.begin(name, start, is_stopped=self.has_news)
+        return counters.run(count, total, self._next_epoch)
+
+    def _next_epoch(self) -> None:
+        # Where `batches()` marks the place in the epoch, it says as well when the next one begins.
+        if not self._place.noted:
+            self.entered(is_new_round=True)
+
     def boundary(self) -> None:
         if self.gate.phase is Phase.DIRTY:
             self.safe_point()
@@ -369,7 +384,8 @@ class Life:
         self._capture(may_stay=may_stay)
 
     def _capture(self, *, may_stay: bool = True) -> None:
-        capture = self._capturer.take(self.step, self._place.state(), full=self.gate.is_due, turn=self._turn)
+        loop = {**self._place.state(), "epochs": self._counters.state()}
+        capture = self._capturer.take(self.step, loop, full=self.gate.is_due, turn=self._turn)
         self.gate.publish(capture, may_stay=may_stay)
 
     def park(self) -> None:

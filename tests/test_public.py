@@ -29,9 +29,11 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.it
 FORWARDED = {
     "batches",
     "close",
+    "epochs",
     "is_leaving",
     "listening",
     "load_ckpt",
+    "meter",
     "register",
     "resume",
     "safe_point",
@@ -44,6 +46,7 @@ LAYERS = [
     {
         "settings",
         "ending",
+        "counters",
         "agreement",
         "permutation",
         "tree",
