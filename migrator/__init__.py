@@ -52,9 +52,11 @@ __all__ = [
 _INSTANCE_NAMES = {
     "batches",
     "close",
+    "epochs",
     "is_leaving",
     "listening",
     "load_ckpt",
+    "meter",
     "register",
     "resume",
     "safe_point",

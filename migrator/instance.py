@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from migrator import events, last_word, life, lookout, settings
+from migrator.counters import Meter
 from migrator.errors import UsageError
 from migrator.life import Life
 from migrator.loop import Batches
@@ -144,6 +145,27 @@ class Migrator:
         loops that cannot be told apart otherwise: loaders that look alike, gone over at one place of the script.
         """
         return self._listening("batches()").batches(loader, name)
+
+    def epochs(self, total: int, *, name: str = "epochs", start: int | None = None) -> Iterator[int]:
+        """`for epoch in migrator.epochs(10)`: count as `range(10)` does, from the epoch in which the ckpt stands.
+
+        Several such loops in one script need a `name` each. When a second one begins, the first one is over, also if
+        it was left by `break`.
+        `start` is where to begin if there is a ckpt and it does not say: it was made by a script without `epochs()`.
+        """
+        for what, number in (("total", total), ("start", 0 if start is None else start)):
+            if type(number) is not int or number < 0:
+                raise UsageError(f"epochs(...): {what} is {number!r}, expected a whole number from 0")
+        return self._listening("epochs()").epochs(total, name=name, start=start)
+
+    def meter(self, name: str) -> Meter:
+        """A sum and a count that a resume continues, registered under `name`; for the mean loss of an epoch.
+
+        Before `listening()`, as `register()`. With several ranks each has its own.
+        """
+        meter = Meter()
+        self.register(name, meter)
+        return meter
 
     def safe_point(self) -> None:
         """Say that the loop could start again right here. Not needed with `batches()`."""

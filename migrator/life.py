@@ -16,16 +16,18 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from migrator import environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
+from migrator import counters, environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
 from migrator.agreement import Line
 from migrator.canary import Contents
 from migrator.capture import Capturer
+from migrator.counters import EpochCounters
 from migrator.errors import (
     CkptCorrupt,
     CkptMismatch,
@@ -147,6 +149,7 @@ class Life:
             )
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
+        self._counters = EpochCounters()
         self.loops = Loops(self, self._place, {name: kind.target for name, kind in registry})
         self._start()
         self._leave_if_told()
@@ -162,6 +165,8 @@ class Life:
         """What tells that tensors change although no optimizer has stepped."""
         self._steps = 0
         self._known_optimizers: set[int] = {id(o) for o in self._registry.optimizers()}
+        self._unproven: dict[int, str] = {}
+        """Optimizers that are not registered, and what they change; that their state is saved is not shown yet."""
         self._is_explicit = False
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
@@ -351,6 +356,7 @@ class Life:
         start_s = time.monotonic()
         if self._legacy is not None:
             legacy.load(self._legacy, self._registry)
+            self._counters.load({})
             self._after_load()
             log("loaded_legacy", file=self._legacy)
             return str(self._legacy)
@@ -362,6 +368,7 @@ class Life:
         if loaded.loop is not None:
             generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
             self._place.load(loaded.loop, loaded.random, generators, anew=self.settings.loops == "anew")
+        self._counters.load((loaded.loop or {}).get("epochs", {}))
         if loaded.random:
             randomness.restore(loaded.random)
         self._after_load()
@@ -421,6 +428,16 @@ class Life:
         self._iteration.begins()
         if not self._steps and self._by_hand is None:
             self._by_hand = self._capturer.contents()
+
+    def epochs(self, total: int, *, name: str, start: int | None) -> Iterator[int]:
+        """`migrator.epochs()`."""
+        count = self._counters.begin(name, start, is_stopped=self.has_news)
+        return counters.run(count, total, self._next_epoch)
+
+    def _next_epoch(self) -> None:
+        # Where `batches()` marks the place in the epoch, it says as well when the next one begins.
+        if not self._place.noted:
+            self.entered(is_new_round=True)
 
     def boundary(self) -> None:
         if self._is_trained_by_hand():
@@ -517,7 +534,8 @@ class Life:
         self._capture(may_stay=may_stay)
 
     def _capture(self, *, may_stay: bool = True) -> None:
-        capture = self._capturer.take(self.step, self._place.state(), full=self.gate.is_due, turn=self._turn)
+        loop = {**self._place.state(), "epochs": self._counters.state()}
+        capture = self._capturer.take(self.step, loop, full=self.gate.is_due, turn=self._turn)
         self.gate.publish(capture, may_stay=may_stay)
 
     def park(self) -> None:
@@ -579,6 +597,8 @@ class Life:
         self._finished.add(id(optimizer))
         if not self._is_explicit:
             self._wait_for_forward()
+        if id(optimizer) in self._unproven:
+            self._look_for_state_of(optimizer, self._unproven.pop(id(optimizer)))
 
     def _check_resume_was_not_ignored(self) -> None:
         if self.can_load and not self.is_loaded and not self.gate.is_leaving:
@@ -593,13 +613,19 @@ class Life:
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not registered: its momentum will not be in the ckpt."""
         self._known_optimizers.add(id(optimizer))
-        owner = self._registry.owner_of(param for group in optimizer.param_groups for param in group["params"])
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        owner = self._registry.owner_of(params)
         if owner is not None:
+            self._unproven[id(optimizer)] = owner
+
+    def _look_for_state_of(self, optimizer: torch.optim.Optimizer, changes: str) -> None:
+        """After its first step, which makes its state: a wrapper that is registered may save it."""
+        if not self._registry.saves_state_of(optimizer):
             log(
                 "unregistered_optimizer",
                 level=logging.WARNING,
                 optimizer=type(optimizer).__name__,
-                changes=owner,
+                changes=changes,
                 means="its own state is not saved: register it as well",
             )
 

@@ -205,6 +205,15 @@ def _check_loop(name: str, loop: Any) -> None:
             raise CkptCorrupt(f"{name}: the place in one of its loops is not of the form that a save writes")
         if "origin" in state:
             _check_random(name, state["origin"].get("random"))
+    epochs = loop.get("epochs", {})
+    if not isinstance(epochs, dict) or not all(map(_is_count, epochs.values())):
+        raise CkptCorrupt(f"{name}: the numbers of its epochs are not of the form that a save writes")
+
+
+def _is_count(found: Any) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"epoch", "is_over"}:
+        return False
+    return type(found["epoch"]) is int and found["epoch"] >= 0 and type(found["is_over"]) is bool
 
 
 _LOOP = {"handed": int, "is_over": bool, "batch_size": int, "origin": dict, "alike": bool, "now": dict, "at": str}

@@ -103,6 +103,16 @@ class Registry:
     def modules(self) -> list[nn.Module]:
         return [t for t in self._targets.values() if isinstance(t, nn.Module)]
 
+    def saves_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Something registered holds this optimizer, and what it saves has all the tensors of the optimizer's state."""
+        tensors = _tensor_ids(list(optimizer.state.values()))
+        for target in self._targets.values():
+            if _is_stateful(target) and _holds(target, optimizer):
+                tensors -= _tensor_ids(target.state_dict())
+                if not tensors:
+                    return True
+        return False
+
     def first_step(self) -> None:
         """The first optimizer step behind a load is about to be made."""
         for name, kind in self:
@@ -116,14 +126,52 @@ class Registry:
 
 
 def unwrapped(value: Any) -> Any:
-    """`value` without DDP, DataParallel and compile wrappers: they are this run's, not the state's."""
+    """`value` without DDP, DataParallel, compile and optimizer wrappers: they are this run's, not the state's."""
     while True:
+        inner = _handed_on(value)
+        if inner is not None:
+            value = inner
+            continue
         if isinstance(value, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             value = value.module
         elif isinstance(value, nn.Module) and type(value).__name__ == "OptimizedModule":
             value = value._orig_mod
         else:
             return value
+
+
+def _handed_on(value: Any) -> torch.optim.Optimizer | None:
+    """The optimizer whose state this wrapper hands on as its own, as those of Accelerate and Fabric do.
+
+    It is what steps, and what has to be restored: the `load_state_dict()` of a wrapper may fill the wrapper alone.
+    None: it is no such wrapper, or has state besides.
+    """
+    inner = getattr(value, "optimizer", None)
+    if not isinstance(value, torch.optim.Optimizer) or not isinstance(inner, torch.optim.Optimizer) or inner is value:
+        return None
+    try:
+        handed_on, its_own = value.state_dict(), inner.state_dict()
+    except Exception:  # whatever a wrapper of the script's own raises: it is registered as what it is
+        return None
+    if set(handed_on) != set(its_own) or handed_on["param_groups"] != its_own["param_groups"]:
+        return None
+    tensors = _tensor_ids(its_own)
+    is_same = _tensor_ids(handed_on) == tensors
+    # Before the first step there is nothing in either to tell them apart by.
+    return inner if is_same and (tensors or getattr(value, "state", None) is inner.state) else None
+
+
+def _tensor_ids(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {id(value)}
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return {found for item in items for found in _tensor_ids(item)}
+
+
+def _holds(value: Any, optimizer: torch.optim.Optimizer, depth: int = 3) -> bool:
+    """`optimizer` is `value`, or an attribute of it, or of one of its optimizers."""
+    inside = [v for v in getattr(value, "__dict__", {}).values() if isinstance(v, torch.optim.Optimizer)]
+    return value is optimizer or (depth > 0 and any(_holds(v, optimizer, depth - 1) for v in inside))
 
 
 def _adapter(name: str, value: Any) -> kinds.Kind:

@@ -29,9 +29,11 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in FILES.it
 FORWARDED = {
     "batches",
     "close",
+    "epochs",
     "is_leaving",
     "listening",
     "load_ckpt",
+    "meter",
     "register",
     "resume",
     "safe_point",
@@ -42,7 +44,7 @@ PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [
     {"errors", "events", "environment", "sigaction", "frames", "iteration"},
-    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending"},
+    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending", "counters"},
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
     {"between", "place"},

@@ -49,6 +49,11 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     )
     migrator.listening(every="10m", grace_s=30.5)
     migrator.listening(keep_exit_code=True)
+    loss = migrator.meter("loss")
+    loss.add(1.0)
+    loss.add(torch.ones(()), 32)
+    assert_type(loss.take(), float)
+    assert_type(loss.mean + loss.sum + loss.count, float)
     assert_type(migrator.resume, bool)
     assert_type(migrator.is_leaving, bool)
     if migrator.resume:
@@ -56,7 +61,9 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
         migrator.load_ckpt("cpu")
         migrator.load_ckpt(map_location=torch.device("cpu"))
 
-    for epoch in range(sampler.epoch, 10):
+    for number in migrator.epochs(10, name="warm-up", start=2):
+        assert_type(number, int)
+    for epoch in migrator.epochs(10):
         sampler.set_epoch(epoch)
         for _x, _y in migrator.batches(loader):
             pass
