@@ -58,6 +58,7 @@ _INSTANCE_NAMES = {
     "load_ckpt",
     "meter",
     "register",
+    "restore_random",
     "resume",
     "safe_point",
     "save_ckpt",

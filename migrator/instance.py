@@ -171,6 +171,14 @@ class Migrator:
         """Say that the loop could start again right here. Not needed with `batches()`."""
         self._listening("safe_point()").safe_point_of_script()
 
+    def restore_random(self) -> bool:
+        """Put all random states back to those of the ckpt that was loaded; False if none was.
+
+        For frameworks that skip the batches of a resumed epoch by themselves and draw random numbers while they do:
+        call it when they are through. `batches()` needs no such call.
+        """
+        return self._listening("restore_random()").restore_random()
+
     def save_ckpt(self, wait: bool = True) -> str | None:
         """Save now; with `wait` it returns the name when the ckpt is durable, without it training goes on at once.
 

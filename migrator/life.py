@@ -49,7 +49,7 @@ from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
 from migrator.registry import Registry
-from migrator.replay import GENERATORS, WorkersSeededApart, state_of
+from migrator.replay import GENERATORS, WorkersSeededApart, restore_generators, state_of
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
@@ -149,6 +149,7 @@ class Life:
             )
         self._saver.explain_nothing = self._explain_nothing
         self._place = Place()
+        self._random_loaded: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._counters = EpochCounters()
         self.loops = Loops(self, self._place, {name: kind.target for name, kind in registry})
         self._start()
@@ -365,8 +366,9 @@ class Life:
         self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
         self._saver.went_on_from(loaded.ckpt)
+        generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
+        self._random_loaded = (loaded.random, generators)
         if loaded.loop is not None:
-            generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
             self._place.load(loaded.loop, loaded.random, generators, anew=self.settings.loops == "anew")
         self._counters.load((loaded.loop or {}).get("epochs", {}))
         if loaded.random:
@@ -374,6 +376,16 @@ class Life:
         self._after_load()
         log("loaded", ckpt=loaded.ckpt, step=loaded.step, bytes=loaded.size, took_s=time.monotonic() - start_s)
         return loaded.ckpt
+
+    def restore_random(self) -> bool:
+        """`migrator.restore_random()`"""
+        if self._random_loaded is None:
+            return False
+        random, generators = self._random_loaded
+        if random:
+            randomness.restore(random)
+        restore_generators({name: kind.target for name, kind in self._registry}, generators)
+        return True
 
     def _newest_usable(self) -> loading.Loaded:
         def load(name: str) -> loading.Loaded:

@@ -187,6 +187,32 @@ def test_a_generator_of_both_the_order_and_the_loop(job: Job):
         check(job, ["step 2", "step 3", "step 8"])
 
 
+def test_a_framework_that_skips_by_itself(job: Job):
+    """It draws while it skips, so the random states are put back when it is through."""
+    job.write("""
+        from tests.jobs.ground import *
+        noise = torch.Generator().manual_seed(5)
+        state["at"] = 0
+        begin(noise=noise)
+        for epoch in range(state["epoch"], 2):
+            order = torch.Generator().manual_seed(epoch)
+            for at, (x, ids) in enumerate(DataLoader(data, batch_size=4, shuffle=True, generator=order)):
+                torch.rand(1), torch.rand(1, generator=noise)
+                if at < state["at"]:
+                    if at == state["at"] - 1:
+                        assert migrator.restore_random()
+                    continue
+                state["at"] += 1
+                train(x + torch.randn(x.shape, generator=noise), ids)
+                migrator.safe_point()
+            state["epoch"], state["at"] = epoch + 1, 0
+            migrator.safe_point()
+        assert migrator.restore_random() == migrator.resume
+        print("final", state)
+        """)
+    check(job, ["step 2", "step 3", "step 8"])
+
+
 def test_an_order_drawn_bit_by_bit_from_a_generator_that_the_loop_draws_from_is_refused(job: Job):
     """It cannot be drawn again without the loop."""
     job.write("""

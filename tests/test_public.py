@@ -35,6 +35,7 @@ FORWARDED = {
     "load_ckpt",
     "meter",
     "register",
+    "restore_random",
     "resume",
     "safe_point",
     "save_ckpt",
