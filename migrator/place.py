@@ -98,7 +98,7 @@ class Place:
 
     def check_nothing_is_left_out(self, label: Label) -> None:
         """A loop that is not of the ckpt trains: what the ckpt was in the middle of must have had its turn."""
-        left = [key for key, state in self.pending.items() if not state["is_over"] and key not in self._looked_at]
+        left = [key for key, state in self.pending.items() if not state.get("is_over") and key not in self._looked_at]
         if left:
             raise UsageError(_ELSEWHERE.format(shown=label.shown, there=", ".join(left), here=label.text))
         self.pending.clear()
@@ -153,7 +153,7 @@ class Place:
         self.noted = dict(self.pending)
         self.random_at_safe_point = random
         self.generators_at_safe_point = generators
-        left = [label for label, loop in state["loops"].items() if loop["handed"] and not loop["is_over"]]
+        left = [label for label, loop in state["loops"].items() if loop.get("handed") and not loop.get("is_over")]
         if anew and left:
             log(
                 "epoch_repeated",
