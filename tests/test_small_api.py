@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from migrator.counters import EpochCounters
 from migrator.errors import CkptCorrupt, UsageError
 from migrator.instance import Migrator
 from migrator.loading import _check_loop
@@ -404,3 +405,14 @@ def test_epochs_of_a_ckpt_that_lies(epochs: Any) -> None:
     """They are used only when the loop begins: too late to go back to another ckpt."""
     with pytest.raises(CkptCorrupt, match="the numbers of its epochs"):
         _check_loop("000001-000000000001", {"loops": {}, "epochs": epochs})
+
+
+def test_a_stage_that_is_left_because_of_a_notice_is_not_over() -> None:
+    """The script leaves one loop after the other, and wants all of them back in its next life."""
+    counters = EpochCounters()
+    first = counters.begin("first", None, is_stopped=False)
+    counters.begin("second", None, is_stopped=True)
+    assert not first.is_over
+    counters.begin("third", None, is_stopped=False)
+
+    assert counters.state()["first"] == {"epoch": 0, "is_over": True}
