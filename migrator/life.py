@@ -477,13 +477,17 @@ class Life:
             for now, before in zip(self._gradients(), self._gradients_at_safe_point, strict=True)
         )
 
-    def left_early(self, *, at_will: bool) -> None:
-        """A loop that was left by `break` is over, and that is a safe point if the step is complete."""
+    def left_early(self, *, at_will: bool) -> bool:
+        """A loop that was left by `break` is over, and that is a safe point if the step is complete.
+
+        Not over if the script may have left it because it heard of the notice: then it is only interrupted.
+        """
         if self._leaving.main_is_out.is_set():
-            return  # a loop that nobody ended, at the end of the interpreter
+            return False  # a loop that nobody ended, at the end of the interpreter
         if not at_will:
             self._iteration.is_broken_off |= self.gate.phase is Phase.DIRTY
-            return
+            return False
+        is_over = not self._may_have_made_script_leave()
         expected = self._finished_before
         if expected is None:
             expected = frozenset(id(o) for o in self._registry.optimizers())
@@ -492,13 +496,32 @@ class Life:
             self._follow_hand()
         if self.gate.phase is Phase.DIRTY or is_by_hand:
             if is_by_hand or self._finished == expected:
-                self.loops.leave_live()
+                if is_over:
+                    self.loops.leave_live()
                 self.safe_point(may_stay=False)
-        elif self.loops.has_trained and not self._has_gradients_to_lose():
+        elif is_over and self.loops.has_trained and not self._has_gradients_to_lose():
             self.loops.leave_live()
             if self.gate.phase is Phase.CLEAN and self.gate.may_pass_on():
                 self._turn += 1
                 self._capture(may_stay=False)
+        return is_over
+
+    def _may_have_made_script_leave(self) -> bool:
+        """The notice: a handler of the script's heard it, here or on another rank."""
+        self._wait_for_watcher()
+        if self._leaving.script_knows or self._sigterm.script_heard:
+            return True
+        if self._team is None:
+            return False
+        board = self._team.ranks
+        board.call(lambda _: True, timeout_s=BEHIND_S)
+        return bool(board.lines("heard"))
+
+    def _wait_for_watcher(self) -> None:
+        """A signal that was delivered is known of when this returns."""
+        end_s = time.monotonic() + BEHIND_S
+        while self._sigterm.is_pending and time.monotonic() < end_s:
+            time.sleep(0.001)
 
     def _is_trained_by_hand(self) -> bool:
         """Registered tensors changed in this batch, and no optimizer has ever stepped: a script that does it itself."""

@@ -73,8 +73,8 @@ class Training(Protocol):
     def entered(self, *, is_new_round: bool) -> None:
         """A loop begins: a safe point, if anything was trained and nothing of it would be done again."""
 
-    def left_early(self, *, at_will: bool) -> None:
-        """The loop was left inside a batch: by `break`, or else by an exception."""
+    def left_early(self, *, at_will: bool) -> bool:
+        """The loop was left inside a batch: by `break`, or else by an exception. Whether it is over."""
 
     def park(self) -> None:
         """Stay until the state is safe, then leave; returns if that takes another safe point."""
@@ -185,9 +185,7 @@ class Loops:
             try:
                 yield batch
             except GeneratorExit:
-                at_will = frames.is_left_at_will(sys._getframe())
-                training.left_early(at_will=at_will)
-                loop.left(at_will=at_will)
+                loop.left(is_over=training.left_early(at_will=frames.is_left_at_will(sys._getframe())))
                 raise
             training.boundary()
             now = training.body_mark()
@@ -439,13 +437,13 @@ class _Loop:
         if self._sampler is not None:
             self._sampler.finish()
 
-    def left(self, *, at_will: bool) -> None:
+    def left(self, *, is_over: bool) -> None:
         """Left in the middle. Of the loop that is gone on with, a `break` before anything is trained says it is over.
 
         Of another loop over the same data it was only a look.
         """
         is_same = self._resumed_from is not None and self._resumed_from[0].get("at") == self._at
-        if at_will and is_same and not self.has_stepped:
+        if is_over and is_same and not self.has_stepped:
             self.leave()
 
     def over(self) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 
 from migrator import ElasticSampler, lineage, loading, saving, sharing, tree
 from migrator.capture import Capturer
+from migrator.counters import EpochCounters
 from migrator.gate import Gate
 from migrator.life import Life
 from migrator.manifest import NAME, seal
@@ -128,6 +129,7 @@ class Return(Life):
         self.gate = Gate(Capturer(self._registry))
         self._saver: Any = SimpleNamespace(bad=frozenset(), newest=None, went_on_from=lambda ckpt: None)
         self._place = Place()
+        self._counters = EpochCounters()
         return self
 
     def _load_as_rank(self, name: str) -> loading.Loaded:
