@@ -49,7 +49,10 @@ FREEZE_S = 0.3
 """A freeze that ends. Longer than whatever polls, shorter than the grace."""
 STEPS = 18
 
-NOT_REACHED: dict[str, str] = {}
+NOT_REACHED: dict[str, str] = {
+    "signal_early": "a life that is told so early touches nothing on the volume: test_early_news.py",
+    "fork": "it takes two lives at once: test_news.py",
+}
 """Events that no scenario brings about, and why."""
 
 OF_RANKS = {
