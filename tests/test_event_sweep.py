@@ -54,6 +54,8 @@ STEPS = 18
 NOT_REACHED: dict[str, str] = {
     "own_of_another_rank": "a line of a load that changes nothing on the volume, as `random_derived`, which is swept",
     "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
+    "signal_early": "a life that is told so early touches nothing on the volume: test_early_news.py",
+    "fork": "it takes two lives at once: test_news.py",
 }
 """Events that no scenario brings about, and why."""
 
