@@ -208,7 +208,7 @@ def test_a_code_that_was_caught_is_none(job: Job) -> None:
 
 def test_an_exception_of_the_script_ends_with_our_code(job: Job) -> None:
     """Often it comes of the same SIGTERM: a child process that was ended, a peer that has left."""
-    life = ended(job, OWN + LOOP.format(leave="raise ValueError('mine')", value=None) + "main()")
+    life = ended(job, OWN + LOOP.format(leave="raise ValueError('mine')", value=None) + "main()", is_saved=False)
 
     assert life.returncode == 143, life.text
     assert "ValueError: mine" in life.text
