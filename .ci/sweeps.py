@@ -46,6 +46,7 @@ AREAS = [
     Area(
         "storage and ckpt",
         r"migrator/(storage|blocks|parts|manifest|lineage|retention|saving|saver|loading|tree|legacy)\.py"
+        r"|migrator/(storable|heartbeat|identity)\.py"
         r"|tests/(disk|crashes|kernel|tracer|bits|hostile)\.py|tests/jobs/swept\.py"
         r"|tests/test_(crashes|kernel_sweep|bits|hostile|retention)\.py",
         ("kernel_sweep", "crashes", "bits", "hostile", "retention", "as_if_nothing"),
@@ -61,6 +62,7 @@ AREAS = [
     Area(
         "hooks, notices and leaving",
         r"hooks/|yamls/|migrator/(signal_file|sigterm|watcher|leaving|life|loop|progress|canary)\.py"
+        r"|migrator/(signal_owner|sigaction|lookout|ending|last_word|heartbeat|identity)\.py"
         r"|migrator/(testing|hooks)/|tests/jobs/(podded|shim)\.py"
         r"|tests/test_(hooks|hook_situations|kubelet|pods|healthy|story|yamls)\.py",
         ("hooks", "healthy", "story", "ranks_lost", "event_sweep"),
@@ -68,6 +70,7 @@ AREAS = [
     Area(
         "what is registered, and the loop",
         r"migrator/(kinds|registry|randomness|sampler|permutation|loop|settings|environment|canary|capture)\.py"
+        r"|migrator/(storable|place|between|replay|frames|iteration|counters)\.py"
         r"|tests/jobs/(everything|ground|telling)\.py|tests/test_(no_tear|as_if_nothing|loops)\.py",
         ("as_if_nothing", "ranks_load", "no_tear"),
     ),

@@ -25,12 +25,8 @@ from migrator.events import log
 _PASSES_ON = (map, filter, itertools.chain, itertools.starmap, itertools.takewhile, itertools.filterfalse)
 """They hand on what they get and remember nothing of it."""
 
-_WRAPPERS: tuple[type, ...] = (
-    enumerate,
-    zip,
-    *_PASSES_ON,
-    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
-    GeneratorType,
+_WRAPPERS: frozenset[type] = frozenset(
+    {enumerate, zip, *_PASSES_ON, GeneratorType} | {kind for kind in vars(itertools).values() if isinstance(kind, type)}
 )
 _COUNTABLE: list[Iterable[object]] = [
     *(range(1), range(1 << 70), [], (), "", b"", set(), itertools.count()),
@@ -68,7 +64,8 @@ class Between:
         self._counters: list[Any] = []
         self._zips: list[tuple[Any, list[Any]]] = []
         self._generators: list[FrameType] = []
-        candidates = [held for held in gc.get_objects() if isinstance(held, _WRAPPERS)]
+        # Not isinstance(): it asks objects for their class, and there are some that do things then.
+        candidates = [held for held in gc.get_objects() if type(held) in _WRAPPERS]
         frame = frames.script(frame)
         inner: Any = iterator
         while inner is not None:

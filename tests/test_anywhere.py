@@ -232,7 +232,8 @@ def test_an_evaluation_in_the_body_without_one_is_truthfully_answered(job: Job):
     answer = SignalFile(job.signal).read()
     assert answer is not None
     assert (answer.word, answer.fields["request"]) == ("init", "r-1")
-    assert "call migrator.safe_point()" in answer.fields["error"]
+    assert "no safe point was reached within the grace" in answer.fields["error"]
+    assert "the time between two safe points shorter" in answer.fields["error"]
     assert job.ckpts() == []
 
 

@@ -56,6 +56,19 @@ NOT_REACHED: dict[str, str] = {
     "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
     "signal_early": "a life that is told so early touches nothing on the volume: test_early_news.py",
     "fork": "it takes two lives at once: test_news.py",
+    **dict.fromkeys(
+        ("count_begins_anew", "loops_alike", "workers_persist"),
+        "a line of a loop's beginning, where nothing is on its way to the volume: test_ordinary_scripts.py",
+    ),
+    **dict.fromkeys(
+        ("other_requires_grad", "other_strides"),
+        "a line before the first step, where nothing is on its way to the volume",
+    ),
+    **dict.fromkeys(
+        ("changed_while_copied", "stale_state", "unstorable"),
+        "a line about an object; the save goes on as any other: test_changing_objects.py, test_unstorable.py",
+    ),
+    "trained_by_hand": "from there on safe points are made and saved as in any other loop: test_ordinary_scripts.py",
 }
 """Events that no scenario brings about, and why."""
 

@@ -49,9 +49,9 @@ def ended(job: Job, text: str, *, is_saved: bool = True, **env: str) -> Process:
     life = job.write(text).run(**env)
     life.wait()
     (leaving,) = life.events("leaving")
-    assert leaving["why"].startswith("saved" if is_saved else "the script ended before it reached a safe point"), (
-        life.text
-    )
+    assert (
+        leaving["why"].strip('"').startswith("saved" if is_saved else "the script ended before it reached a safe point")
+    ), life.text
     return life
 
 

@@ -292,7 +292,8 @@ def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
     assert code == 3
     assert "no trainer listens" in said
     assert str(pod.file.path) in said
-    assert [pod.log[0][:5], pod.log[1][20:38]] == ["stop:", "no trainer listens"]
+    assert pod.log[0].startswith("stop: ")
+    assert pod.log[1].split(" ", 3)[3].startswith("no trainer listens")
     request = pod.file.read()
     assert request is not None
     assert set(request.fields) == {"request", "pod", "container", "deadline"}

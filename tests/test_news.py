@@ -141,7 +141,7 @@ def looked_at(path: Path, *, grace_s: float = 30.0) -> list[News]:
         watcher._look()
     finally:
         watcher.close()
-        for fd in (sigterm.read_fd, sigterm._write_fd, watcher._nudge_fd, watcher._nudged_by):
+        for fd in (sigterm.read_fd, sigterm._write_fd):
             os.close(fd)
     return news
 

@@ -591,7 +591,7 @@ def test_a_sampler_comes_back(volume: Volume) -> None:
     sampler.advance(37)
     volume.load(volume.save(sampler=sampler), sampler=other)
 
-    assert (other.epoch, other.cursor, list(other)) == (4, 37, list(sampler))
+    assert (other.epoch, other.cursor, list(other)) == (4, 37, list(sampler)[37:])
 
 
 # Containers.

@@ -70,15 +70,19 @@ def test_what_a_life_took_is_given_back(here: Path) -> None:
     assert kept() is None
 
 
-def test_no_hook_stays_on_a_model_that_was_never_trained(here: Path) -> None:
-    """Where safe points are implied they are made by hooks of the model."""
+def test_no_hook_stays_where_safe_points_are_implied(here: Path) -> None:
+    """One that all modules share waits for the forward pass behind a step."""
     migrator, model = Migrator(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     migrator.register("model", model)
+    migrator.register("optimizer", optimizer)
     migrator.listening()
-    assert model._forward_pre_hooks
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert nn.modules.module._global_forward_pre_hooks
     migrator.close()
 
-    assert not model._forward_pre_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
 
 
 def test_a_handler_that_was_put_over_ours_stays(here: Path) -> None:

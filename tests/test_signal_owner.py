@@ -53,7 +53,7 @@ def test_a_second_process_is_told_and_disturbs_nobody(job: Job, trainer: Process
     assert "MIGRATOR_SIGNAL" in second.text
     assert str(job.signal) in second.text
     assert job.signal.read_text() == before
-    assert [path.name for path in job.root.glob("*/generations/*")] == ["000001.json"]
+    assert {path.name for path in job.root.glob("*/generations/*")} == {"000001.json", "000001.from"}
 
     SignalFile(job.signal).write(SAVE, request="r", pids=trainer.pid)
     assert trainer.wait() == 143, trainer.text
@@ -81,7 +81,7 @@ def test_ranks_are_all_told(job: Job, trainer: Process) -> None:
 
     assert gang.wait() == [1, 1], gang.text
     assert gang.text.count(f"process {trainer.pid} (") == 2
-    assert [path.name for path in job.root.glob("*/generations/*")] == ["000001.json"]
+    assert {path.name for path in job.root.glob("*/generations/*")} == {"000001.json", "000001.from"}
 
 
 def test_the_next_life_listens_at_once_behind_a_killed_one(job: Job, trainer: Process) -> None:

@@ -73,6 +73,7 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     assert_type(migrator.safe_point(), None)
     assert_type(migrator.close(), None)
     assert_type(migrator.watch(), None)
+    assert_type(migrator.restore_random(), bool)
     assert_type(migrator.save_ckpt(), "str | None")
     assert_type(migrator.save_ckpt(wait=False), "str | None")
     assert_type(sampler.state_dict(), dict[str, int])
