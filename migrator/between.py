@@ -64,6 +64,8 @@ class Between:
         self._counters: list[Any] = []
         self._zips: list[tuple[Any, list[Any]]] = []
         self._generators: list[FrameType] = []
+        self.calls_script = False
+        """Functions of the script's are called while the next batch is fetched: they may fail."""
         # Not isinstance(): it asks objects for their class, and there are some that do things then.
         candidates = [held for held in gc.get_objects() if type(held) in _WRAPPERS]
         frame = frames.script(frame)
@@ -88,7 +90,9 @@ class Between:
                 self._counters.append(around)
             elif isinstance(around, zip):
                 self._zips.append((inner, list(around.__reduce__()[1])))
-            elif not isinstance(around, _PASSES_ON):
+            elif isinstance(around, _PASSES_ON):
+                self.calls_script = True
+            else:
                 raise UsageError(_KEEPS.format(name=type(around).__name__))
             inner = around
 
@@ -114,8 +118,13 @@ class Between:
                 _warn("enumerate", "count with `.done` of what batches() returns")
         for ours, sides in self._zips:
             for side in sides:
-                if side is not ours:
-                    next(itertools.islice(side, done, done), None)
+                if side is ours:
+                    continue
+                if sys.getrefcount(side) > _HELD_BY_ZIP:
+                    # Somebody else takes from it as well, and its place is not that of this epoch.
+                    _warn(f"zip(..., {type(side).__name__})", "make it anew for each epoch, or register what it counts")
+                    continue
+                next(itertools.islice(side, done, done), None)
         for frame in self._generators:
             if not _set_progress_bar(frame, done):
                 _warn(
@@ -193,3 +202,15 @@ def _set_progress_bar(frame: FrameType, done: int) -> bool:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     bar.refresh()
     return True
+
+
+def _held_by_zip() -> int:
+    """References to an iterator that only `zip`, our list and the loop above hold."""
+    probe = zip(iter([0]), iter([0]), strict=False)
+    sides = list(probe.__reduce__()[1])
+    for side in sides:
+        held = sys.getrefcount(side)
+    return held
+
+
+_HELD_BY_ZIP = _held_by_zip()

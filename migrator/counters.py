@@ -107,7 +107,9 @@ class EpochCounters:
             # But one that stops because of a notice wants the other epochs in its next life.
             self._noted[other].is_over |= not (self._noted[other].is_live or is_stopped)
         self._begun.add(name)
-        return self._noted.setdefault(name, Count(start or 0))
+        # Without a ckpt there is nothing to begin behind.
+        first = start if self._loaded is not None and not self._loaded else None
+        return self._noted.setdefault(name, Count(first or 0))
 
 
 def run(count: Count, total: int, on_next: Callable[[], None]) -> Iterator[int]:

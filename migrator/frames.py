@@ -22,13 +22,16 @@ _LIBRARIES = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-pa
 _LETS_GO = {"POP_TOP", "POP_ITER", "END_FOR"}
 """Drops the iterator of a `for` that is left by `break` or `return`."""
 _ENDS = {"FOR_ITER"}
-"""The iterator around ours came to its end, between two batches."""
+"""What stands around our iterator came to its end, between two batches; or what it called failed."""
 _SUSPENDED = {"YIELD_VALUE", "RESUME", "SEND", "YIELD_FROM"}
 """A generator of the script's stands at its `yield` and is being let go itself."""
-_FORGETS_AN_EXCEPTION = {"LOAD_CONST", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "NOP"} | {
-    f"DELETE_{kind}" for kind in ("FAST", "NAME", "GLOBAL", "DEREF")
+_FORGETS = ("STORE_", "DELETE_")
+"""Drops what a variable held, an iterator or the exception whose frames hold one."""
+_CALLS = {name for name in dis.opmap if name.startswith("CALL")} | {"PRECALL"}
+_GOES_ELSEWHERE = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "FOR_ITER"} | {
+    *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
 }
-"""What `except ... as error:` does behind its end."""
+"""Nothing gets past these to what follows them."""
 
 
 def is_ours(frame: FrameType) -> bool:
@@ -47,35 +50,62 @@ def script(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def is_left_at_will(frame: FrameType | None) -> bool:
-    """The loop whose iterator is let go in this frame was left by `break` or `return`, not by an exception.
+def takers(frame: FrameType | None) -> frozenset[int]:
+    """The frames that take a batch, by their ids: the loop's, and those of generators in between."""
+    found: set[int] = set()
+    frame = script(frame)
+    while frame is not None:
+        found.add(id(frame))
+        if not is_generator(frame):
+            break
+        frame = script(frame.f_back)
+    return frozenset(found)
 
-    In doubt it was not: what an exception left is never whole, and a `break` that was not seen costs a safe point.
+
+def is_left_at_will(frame: FrameType | None, *, took: frozenset[int], may_end: bool = True) -> bool | None:
+    """Why the iterator is let go in this frame: True: by `break` or `return`, False: by an exception, None: not known.
+
+    `took`: the frames that took the last batch. `may_end`: nothing around the iterator calls functions of the
+    script's, so that its end is an end and no exception.
     """
     frame = script(frame)
     while frame is not None:
-        name, before = _instruction(frame.f_code, frame.f_lasti)
+        name, follows_exception = _instruction(frame.f_code, frame.f_lasti)
         if name in _ENDS:
-            return True
+            return may_end
         if name in _LETS_GO:
-            return before != "POP_EXCEPT"
+            return not follows_exception
+        if name.startswith(_FORGETS):
+            return False if follows_exception else None
         if not (is_generator(frame) and name in _SUSPENDED):
-            return False
+            # A call in a frame that took none: a function ended that held the iterator in a variable. Had it failed,
+            # its traceback would hold it.
+            return None if name in _CALLS and id(frame) not in took else False
         frame = script(frame.f_back)
     return False
 
 
+def is_let_go(frame: FrameType) -> bool:
+    """A generator runs its last lines because nobody holds it any more: an exception would get no further."""
+    caller = frame.f_back
+    if not is_generator(frame) or caller is None:
+        return False
+    name, _ = _instruction(caller.f_code, caller.f_lasti)
+    return name in _LETS_GO or name.startswith(_FORGETS) or name == "POP_EXCEPT"
+
+
 @functools.lru_cache(maxsize=1024)
-def _instruction(code: CodeType, last: int) -> tuple[str, str]:
-    """The instruction at which a frame stands, and the one before it that does something."""
-    at, before = "", ""
+def _instruction(code: CodeType, last: int) -> tuple[str, bool]:
+    """The instruction at which a frame stands, and whether it is on the way out of an `except` or `finally`."""
+    at, follows_exception = "", False
     for instruction in dis.get_instructions(code):
         if instruction.offset > last:
             break
-        if at not in _FORGETS_AN_EXCEPTION:
-            before = at
+        if at in _GOES_ELSEWHERE:
+            follows_exception = False
+        follows_exception |= at == "POP_EXCEPT"
         at = instruction.opname
-    return at, before
+    return at, follows_exception
 
 
 def loop_in_script(frame: FrameType | None) -> str:
@@ -115,10 +145,11 @@ def _is_of_python(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _which_call(code: CodeType, last: int, name: str) -> int:
-    """How often the function names what it calls up to there."""
-    named = (i for i in dis.get_instructions(code) if i.offset <= last)
-    return sum(i.argval == name and i.opname.startswith("LOAD") for i in named)
+def _which_call(code: CodeType, last: int, name: str) -> str:
+    """How often the function names what it calls up to there; if it has another name for it, how often it calls."""
+    before = [i for i in dis.get_instructions(code) if i.offset <= last]
+    named = sum(i.argval == name and i.opname.startswith("LOAD") for i in before)
+    return str(named) if named else f"call {sum(i.opname in _CALLS for i in before)}"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -31,7 +31,7 @@ class Heartbeat(threading.Thread):
         self._is_closed = threading.Event()
 
     def run(self) -> None:
-        beat = 0
+        beat, has_warned = 0, False
         while not self._is_closed.wait(lineage.BEAT_S):
             beat += 1
             try:
@@ -39,8 +39,10 @@ class Heartbeat(threading.Thread):
             except StorageError as error:
                 if error.errno == errno.ENOENT:
                     return  # the mark was taken away
-                log("storage_warning", level=logging.WARNING, why=error)
-                return
+                # The next beat may get through, and a life that waits takes this one for dead without it.
+                if not has_warned:
+                    log("storage_warning", level=logging.WARNING, why=error)
+                has_warned = True
 
     def close(self) -> None:
         """May be called twice. Not waited for: the storage may hang."""

@@ -154,7 +154,8 @@ class Leaving:
             "exit_code_changed",
             level=logging.WARNING,
             exit_code=self._exit_code,
-            means="the script heard of the notice and ended with 0 before this process left: it may have stopped early",
+            means="the script ended with 0 while this process was leaving, and heard of the notice or caught the exit: "
+            "it may have stopped early",
         )
         if not end_with(self._exit_code):
             self.exit_now("the exit code can be changed in no other way here")

@@ -159,12 +159,16 @@ class Life:
         """What is known of the training: its steps, and what speaks for and against safe points."""
         self.step = 0
         self.is_loaded = False
+        self._is_at_exit = True
+        """`close()` is called by the end of the interpreter, so that the exit code is known."""
         self._finished_before: frozenset[int] | None = None
         self._finished: set[int] = set()
         self._iteration = Iteration()
         self._by_hand: dict[str, Contents] | None = None
         """What tells that tensors change although no optimizer has stepped."""
         self._steps = 0
+        self._postponed: Exception | None = None
+        """What went wrong where no exception gets through."""
         self._known_optimizers: set[int] = {id(o) for o in self._registry.optimizers()}
         self._unproven: dict[int, str] = {}
         """Optimizers that are not registered, and what they change; that their state is saved is not shown yet."""
@@ -459,6 +463,7 @@ class Life:
             self.safe_point()
 
     def entered(self, *, is_new_round: bool) -> None:
+        self.raise_postponed()
         if self.gate.phase is Phase.DIRTY:
             # What an exception left behind is whole again when the script has trained a batch to its end.
             if not self._iteration.is_broken_off:
@@ -477,7 +482,20 @@ class Life:
             for now, before in zip(self._gradients(), self._gradients_at_safe_point, strict=True)
         )
 
-    def left_early(self, *, at_will: bool) -> bool:
+    def left_early(self, *, at_will: bool | None) -> bool:
+        """Called while the loop's iterator goes: an exception would be printed and forgotten, so it is kept."""
+        try:
+            return self._left_early(at_will=at_will)
+        except Exception as error:
+            self._postponed = error
+            return False
+
+    def raise_postponed(self) -> None:
+        error, self._postponed = self._postponed, None
+        if error is not None:
+            raise error
+
+    def _left_early(self, *, at_will: bool | None) -> bool:
         """A loop that was left by `break` is over, and that is a safe point if the step is complete.
 
         Not over if the script may have left it because it heard of the notice: then it is only interrupted.
@@ -485,7 +503,8 @@ class Life:
         if self._leaving.main_is_out.is_set():
             return False  # a loop that nobody ended, at the end of the interpreter
         if not at_will:
-            self._iteration.is_broken_off |= self.gate.phase is Phase.DIRTY
+            if at_will is False:
+                self._iteration.is_broken_off |= self.gate.phase is Phase.DIRTY
             return False
         is_over = not self._may_have_made_script_leave()
         expected = self._finished_before
@@ -602,6 +621,7 @@ class Life:
         return marks
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.raise_postponed()
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
@@ -718,6 +738,7 @@ class Life:
 
     def save(self, *, wait: bool) -> str | None:
         """`save_ckpt()`: the newest safe point made durable."""
+        self.raise_postponed()
         newest = self._saver.newest
         if self.gate.phase in (Phase.FRESH, Phase.LOADED):
             return newest.ckpt if newest else None
@@ -781,6 +802,7 @@ class Life:
         """`migrator.close()`: this life is over, and the process goes on."""
         if self.loops.is_live:
             raise UsageError("close() inside a loop over batches(): leave the loop first.")
+        self._is_at_exit = False
         self.close()
         if self._leaving.news is not None:
             self._leaving.leave()
@@ -824,7 +846,9 @@ class Life:
         if getattr(sys, "last_value", None) is not None:
             # An exception ended the script while it was leaving. The code must still say: start me again.
             self._leaving.exit_now("an exception came while leaving")
-        if self._leaving.ends_unfinished and not self.settings.keep_exit_code:
+        # An exit that was asked for and swallowed is no end of the script's own choice.
+        is_kept = self.settings.keep_exit_code and not self._sigterm.was_raised.is_set()
+        if self._is_at_exit and self._leaving.ends_unfinished and not is_kept:
             self._leaving.end_with_exit_code()
         self._leaving.script_end.close()
 

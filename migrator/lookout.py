@@ -108,7 +108,6 @@ class Lookout:
         with self._lock:
             self._noticed.append(news)
             on_news = self._on_news
-        self._is_noticed.set()
         if on_news is not None:
             on_news(news)
         else:
@@ -118,6 +117,7 @@ class Lookout:
                 grace_left_s=news.deadline_s - time.monotonic(),
                 means="listening() leaves before a step is trained",
             )
+        self._is_noticed.set()
         self._guard(news)
 
     def pass_on(self, on_news: Callable[[News], None]) -> None:

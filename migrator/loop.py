@@ -73,8 +73,8 @@ class Training(Protocol):
     def entered(self, *, is_new_round: bool) -> None:
         """A loop begins: a safe point, if anything was trained and nothing of it would be done again."""
 
-    def left_early(self, *, at_will: bool) -> bool:
-        """The loop was left inside a batch: by `break`, or else by an exception. Whether it is over."""
+    def left_early(self, *, at_will: bool | None) -> bool:
+        """The loop was left inside a batch: by `break`, by an exception, or nobody knows. Whether it is over."""
 
     def park(self) -> None:
         """Stay until the state is safe, then leave; returns if that takes another safe point."""
@@ -122,6 +122,8 @@ class Loops:
         self._live: _Loop | None = None
         self._has_warned = False
         self._looked_around: set[str] = set()
+        self._call_script: set[str] = set()
+        """Loops that functions of the script's stand around."""
 
     def batches(self, loader: Any, name: str | None) -> Batches[Any]:
         return Batches(loader, self, (name, frames.place_in_script(sys._getframe())))
@@ -182,10 +184,13 @@ class Loops:
             batches.done = loop.batches_done
             loop.handed()
             training.handing_out()
+            took = frames.takers(sys._getframe())
             try:
                 yield batch
             except GeneratorExit:
-                loop.left(is_over=training.left_early(at_will=frames.is_left_at_will(sys._getframe())))
+                may_end = loop.label.text not in self._call_script
+                at_will = frames.is_left_at_will(sys._getframe(), took=took, may_end=may_end)
+                loop.left(is_over=training.left_early(at_will=at_will))
                 raise
             training.boundary()
             now = training.body_mark()
@@ -201,6 +206,8 @@ class Loops:
             return
         self._looked_around.add(label)
         between = Between(iterator, sys._getframe())
+        if between.calls_script:
+            self._call_script.add(label)
         between.check()
         if loop.batches_done:
             between.go_on_at(loop.batches_done)
@@ -291,7 +298,7 @@ class _Loop:
             if resumed is None and self._sampler is None:
                 self._makers.check()
             replay.say_what_persists(self._loader, self._makers)
-        alike = place.meets_another(label, self._loader)
+        alike = place.meets_another(label, self._loader, replay.fingerprint)
         if resumed is None:
             is_new_round = place.is_new_round(label)
             self._state = {

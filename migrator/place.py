@@ -15,6 +15,7 @@ import gc
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -103,13 +104,13 @@ class Place:
             raise UsageError(_ELSEWHERE.format(shown=label.shown, there=", ".join(left), here=label.text))
         self.pending.clear()
 
-    def meets_another(self, label: Label, loader: Any) -> bool:
-        """Whether another loader that is still in use has been gone over under this label."""
+    def meets_another(self, label: Label, loader: Any, data_of: Callable[[Any], str]) -> bool:
+        """Whether another loader has been gone over under this label: one still in use, or one with other data."""
         met = self._met.setdefault(label.text, _Met())
         if label.is_sure:
             return False
         was_alike = met.is_alike
-        met.meet(loader)
+        met.meet(loader, data_of)
         if met.is_alike and not was_alike:
             log(
                 "loops_alike",
@@ -168,14 +169,19 @@ class _Met:
 
     def __init__(self) -> None:
         self.is_alike = False
+        self._data = ""
         self._weak: weakref.ref[Any] | None = None
         self._held: Any = None
 
-    def meet(self, loader: Any) -> None:
+    def meet(self, loader: Any, data_of: Callable[[Any], str]) -> None:
         before = self._weak() if self._weak is not None else self._held
-        if before is not None and before is not loader and not self.is_alike:
-            del before
-            self.is_alike = self._is_in_use(loader)
+        if before is loader or self.is_alike:
+            return
+        is_there = before is not None
+        del before
+        data, data_before = data_of(loader), self._data
+        self.is_alike = (is_there and self._is_in_use(loader)) or data_before not in ("", data)
+        self._data = data
         try:
             self._weak, self._held = weakref.ref(loader), None
         except TypeError:  # a list, a tuple, a range

@@ -39,7 +39,8 @@ _LEAVES = (
     *(str, bytes, int, float, complex, bool, type(None), type, Tensor, np.ndarray, nn.Module, torch.optim.Optimizer),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.device, torch.dtype),
 )
-_MOST_OBJECTS = 500
+_MOST_OBJECTS = 2000
+_DEEPEST = 12
 _MOST_ITEMS = 64
 _SAMPLED = 256
 
@@ -55,6 +56,8 @@ class Makers:
         self._holders: dict[str, Any] = {}
         """Samplers, by the path of the generator they draw the order from."""
         self._has_workers = bool(getattr(loader, "num_workers", 0))
+        self.is_cut = False
+        """There is more than was looked through."""
         self._seen: set[int] = set()
         self._kept: list[Any] = []
         self._walk_chain("", loader, 0)
@@ -70,7 +73,10 @@ class Makers:
 
     def _walk(self, path: str, part: Any, *, orders: bool, depth: int) -> None:
         """`orders`: the part decides the order of the samples; else it only makes them."""
-        if isinstance(part, (_LEAVES, ElasticSampler)) or id(part) in self._seen or len(self._seen) > _MOST_OBJECTS:
+        if isinstance(part, (_LEAVES, ElasticSampler)) or id(part) in self._seen:
+            return
+        if len(self._seen) > _MOST_OBJECTS or depth > _DEEPEST:
+            self.is_cut = True
             return
         self._seen.add(id(part))
         self._kept.append(part)  # its id stays its own
@@ -78,27 +84,35 @@ class Makers:
             self.generators[path] = part
             return
         if isinstance(part, (list, tuple, dict)):
-            items = part.items() if isinstance(part, dict) else enumerate(part)
-            if len(part) <= _MOST_ITEMS:
-                for key, item in items:
-                    self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth)
+            # A long list mostly holds samples.
+            for key, item in part.items() if isinstance(part, dict) else enumerate(part):
+                if len(part) <= _MOST_ITEMS or isinstance(item, (torch_data.Dataset, torch_data.Sampler, *GENERATORS)):
+                    self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth + 1)
             return
         if isinstance(part, DataLoader):
             self._walk_chain(f"{path}.", part, depth)
             return
-        if orders and depth < 8:
+        if orders:
             if _tells_its_state(part):
                 self.stateful[path] = part
             elif not type(part).__module__.startswith("torch."):
                 self.plain[path] = part
-        if depth < 8:
-            for name, item in _attributes(part).items():
-                if orders and isinstance(item, GENERATORS):
-                    self._holders.setdefault(f"{path}.{name}", part)
-                self._walk(f"{path}.{name}", item, orders=orders and name != "dataset", depth=depth + 1)
+        for name, item in _attributes(part).items():
+            if orders and isinstance(item, GENERATORS):
+                self._holders.setdefault(f"{path}.{name}", part)
+            self._walk(f"{path}.{name}", item, orders=orders and name != "dataset", depth=depth + 1)
 
     def check(self) -> None:
-        """Refuse what cannot be put back."""
+        """Refuse what cannot be put back, and say where nobody looked."""
+        if self.is_cut:
+            log(
+                "loader_not_followed",
+                level=logging.WARNING,
+                objects=_MOST_OBJECTS,
+                levels=_DEEPEST,
+                means="the loader holds more objects, or deeper ones, than are looked through for generators; what "
+                "is not found does not come back: register those generators",
+            )
         for path, part in self.plain.items():
             for name, value in _attributes(part).items():
                 if isinstance(value, GeneratorType) or _is_iterator(value):
@@ -202,11 +216,12 @@ def _tells_its_state(part: Any) -> bool:
 
 
 def _told(path: str, part: Any) -> Any:
-    told = part.get_state() if hasattr(part, "get_state") and hasattr(part, "set_state") else part.state_dict()
     try:
+        told = part.get_state() if hasattr(part, "get_state") and hasattr(part, "set_state") else part.state_dict()
         tree.scan(told, path)
-    except RegistrationError as error:
-        raise UsageError(f"batches(loader): the state of {path} cannot be saved: {error}") from error
+    except Exception as error:  # whatever the script's own class raises
+        why = str(error) if isinstance(error, RegistrationError) else repr(error)
+        raise UsageError(f"batches(loader): the state of {path} cannot be saved: {why}") from error
     return kinds.copied(told)
 
 
@@ -253,6 +268,23 @@ def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
     for name, value in state["values"].items():
         if now.get(name, _NOT_THERE) != value:
             setattr(part, name, value)
+
+
+def fingerprint(loader: Any) -> str:
+    """Tells the data of one loader from that of another, where the loader itself is made anew each time."""
+    return xxhash.xxh3_64(repr(_printed(getattr(loader, "dataset", loader), 0)).encode()).hexdigest()
+
+
+def _printed(value: Any, depth: int) -> Any:
+    if isinstance(value, (bool, int, float, str, bytes, type(None), range)):
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.shape), str(value.dtype), _mark(value.reshape(-1))
+    if isinstance(value, (list, tuple)):
+        return len(value), [_printed(value[i * len(value) // 16], depth + 1) for i in range(16 if value else 0)]
+    if depth > 3 or isinstance(value, (*_LEAVES, *GENERATORS, dict)):
+        return type(value).__name__
+    return type(value).__name__, {name: _printed(item, depth + 1) for name, item in _attributes(value).items()}
 
 
 # Workers that persist.

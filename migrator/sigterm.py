@@ -40,7 +40,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from migrator import sigaction
+from migrator import frames, sigaction
 from migrator.events import log
 
 Handler = Callable[[int, "FrameType | None"], None]
@@ -306,7 +306,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
+        if frame.f_code.co_name == "__del__" or frames.is_let_go(frame):
             return True
         frame = frame.f_back
     return False

@@ -16,22 +16,26 @@ from migrator import frames
 
 
 @pytest.fixture
-def seen() -> list[bool]:
+def seen() -> list[bool | None]:
     return []
 
 
 class Numbers:
     """As `batches()` does it: an iterable, so that the loop alone holds the iterator."""
 
-    def __init__(self, seen: list[bool]) -> None:
+    def __init__(self, seen: list[bool | None], *, may_end: bool = True) -> None:
         self._seen = seen
+        self._may_end = may_end
 
     def __iter__(self) -> Iterator[int]:
-        try:
-            yield from range(5)
-        except GeneratorExit:
-            self._seen.append(frames.is_left_at_will(sys._getframe().f_back))
-            raise
+        for number in range(5):
+            took = frames.takers(sys._getframe().f_back)
+            try:
+                yield number
+            except GeneratorExit:
+                why = frames.is_left_at_will(sys._getframe().f_back, took=took, may_end=self._may_end)
+                self._seen.append(why)
+                raise
 
 
 class Around:
@@ -189,7 +193,48 @@ def by_return_out_of_except(loop: Iterable[int]) -> None:
             return
 
 
+def by_return_of_a_value_out_of_except(loop: Iterable[int]) -> int | None:
+    for x in loop:
+        try:
+            int("a")
+        except ValueError:
+            return x
+    return None
+
+
+def by_break_out_of_except_through_finally(loop: Iterable[int]) -> None:
+    for x in loop:
+        try:
+            int("a")
+        except ValueError:
+            break
+        finally:
+            str(x)
+
+
+def by_break_out_of_except_through_with(loop: Iterable[int]) -> None:
+    for _ in loop:
+        with contextlib.nullcontext():
+            try:
+                int("a")
+            except ValueError:
+                break
+
+
+def by_return_in_finally(loop: Iterable[int]) -> int | None:
+    for x in loop:
+        try:
+            int("a")
+        finally:
+            return x  # noqa: B012 - people do
+    return None
+
+
 BY_EXCEPTION = [
+    by_return_of_a_value_out_of_except,
+    by_break_out_of_except_through_finally,
+    by_break_out_of_except_through_with,
+    by_return_in_finally,
     raising,
     in_a_statement,
     in_enumerate_too,
@@ -211,7 +256,7 @@ AROUND: dict[str, Callable[[Iterable[int]], Iterable[int]]] = {
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("leave", AT_WILL, ids=lambda leave: leave.__name__)
-def test_left_at_will(leave: Callable[[Iterable[int]], object], around: str, seen: list[bool]) -> None:
+def test_left_at_will(leave: Callable[[Iterable[int]], object], around: str, seen: list[bool | None]) -> None:
     """`break` and `return`, through whatever stands between the loop and its batches."""
     leave(Around(Numbers(seen), AROUND[around]))
 
@@ -220,7 +265,7 @@ def test_left_at_will(leave: Callable[[Iterable[int]], object], around: str, see
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("leave", BY_EXCEPTION, ids=lambda leave: leave.__name__)
-def test_left_by_an_exception(leave: Callable[[Iterable[int]], object], around: str, seen: list[bool]) -> None:
+def test_left_by_an_exception(leave: Callable[[Iterable[int]], object], around: str, seen: list[bool | None]) -> None:
     """Wherever it is raised and whoever catches it."""
     with contextlib.suppress(ValueError):
         leave(Around(Numbers(seen), AROUND[around]))
@@ -228,7 +273,7 @@ def test_left_by_an_exception(leave: Callable[[Iterable[int]], object], around: 
     assert seen == [False]
 
 
-def test_an_exception_in_a_generator_of_the_script(seen: list[bool]) -> None:
+def test_an_exception_in_a_generator_of_the_script(seen: list[bool | None]) -> None:
     """What stands between the loop and its batches may fail as well."""
     with contextlib.suppress(ValueError):
         for _ in failing(Numbers(seen)):
@@ -237,7 +282,58 @@ def test_an_exception_in_a_generator_of_the_script(seen: list[bool]) -> None:
     assert seen == [False]
 
 
-def test_an_exception_that_nobody_catches_in_a_function(seen: list[bool]) -> None:
+def test_an_exception_in_what_map_calls(seen: list[bool | None]) -> None:
+    """It stands between the loop and its batches, and the loop's frame stands where batches are taken."""
+
+    def failing_on(_: int) -> int:
+        raise ValueError
+
+    with contextlib.suppress(ValueError):
+        for _ in map(failing_on, Numbers(seen, may_end=False)):
+            pass
+
+    assert seen == [False]
+
+
+def taken_by_hand(seen: list[bool | None]) -> None:
+    numbers = iter(Numbers(seen))
+    next(numbers)
+
+
+def let_go_by_hand(seen: list[bool | None]) -> None:
+    numbers = iter(Numbers(seen))
+    next(numbers)
+    del numbers
+    others: Iterator[int] | None = iter(Numbers(seen))
+    next(others)
+    others = None
+
+
+@pytest.mark.parametrize(("leave", "times"), [(taken_by_hand, 1), (let_go_by_hand, 2)])
+def test_what_a_variable_held(leave: Callable[[list[bool | None]], None], times: int, seen: list[bool | None]) -> None:
+    """Nothing failed, and nobody says whether the iteration is whole."""
+    leave(seen)
+
+    assert seen == [None] * times
+
+
+def test_what_a_variable_held_in_a_function_that_fails(seen: list[bool | None]) -> None:
+    """It goes when the traceback does."""
+
+    def failing_by_hand() -> None:
+        numbers = iter(Numbers(seen))
+        next(numbers)
+        raise ValueError
+
+    try:
+        failing_by_hand()
+    except ValueError as error:
+        str(error)
+
+    assert seen == [False]
+
+
+def test_an_exception_that_nobody_catches_in_a_function(seen: list[bool | None]) -> None:
     """It passes through several frames before the loop's iterator is let go."""
 
     def inner() -> None:

@@ -448,6 +448,155 @@ def test_stages_that_look_alike_are_never_taken_for_one_another(job: Job):
     assert "trained 14 " in last.text
 
 
+def test_loaders_made_one_after_another_of_other_data_are_never_taken_for_one_another(job: Job):
+    """The one before is gone by then; its data were others, so it was another loop."""
+    job.write("""
+        from tests.jobs.ground import *
+        begin()
+        for task in range(3):
+            torch.manual_seed(task)
+            some = TensorDataset(torch.randn(16, 4), torch.arange(100 * task, 100 * task + 16))
+            for x, ids in migrator.batches(DataLoader(some, batch_size=4, shuffle=True)):
+                train(x, ids)
+        """)
+    life = job.run(AT="step 6")
+    assert life.wait() == 143
+    assert len(life.events("loops_alike")) == 1
+
+    assert_refused(job.run(), "which one cannot be told")
+
+
+def test_a_function_in_a_wrapper_that_goes_over_one_loader_twice(job: Job):
+    """Decorators give it another name; which call it was is known all the same."""
+    job.write("""
+        from tests.jobs.ground import *
+        import functools
+        def timed(function):
+            @functools.wraps(function)
+            def wrapper(*args):
+                return function(*args)
+            return wrapper
+        @timed
+        def fit(name):
+            for x, ids in migrator.batches(loader):
+                train(x, ids)
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        state["phase"] = 1
+        begin()
+        if state["phase"] == 1:
+            fit("one")
+            state["phase"] = 2
+        fit("two")
+        finish()
+        """)
+    check(job, ["step 3", "step 8"], samples=None)
+
+
+def test_an_error_in_a_function_that_stands_around_the_loop(job: Job):
+    """`map` calls it while the loop asks for its next batch: that is no end of the loop."""
+    life = job.write("""
+        from tests.jobs.ground import *
+        def one(batch):
+            train(*batch)
+            if state["step"] == 3:
+                raise ValueError
+        begin()
+        try:
+            for _ in map(one, migrator.batches(loader)):
+                pass
+        except ValueError:
+            pass
+        migrator.save_ckpt()
+        """).run()
+
+    assert life.wait() == 1, life.text
+    assert "ended the last iteration in its middle" in life.text
+    assert job.ckpts() == []
+
+
+def test_a_function_that_takes_batches_by_hand_and_ends(job: Job):
+    """Nothing failed: the script may say that all is whole."""
+    life = job.write("""
+        from tests.jobs.ground import *
+        def some():
+            batches = iter(migrator.batches(loader))
+            for _ in range(3):
+                train(*next(batches))
+        begin()
+        some()
+        print("saved", migrator.save_ckpt())
+        """).run()
+
+    assert life.wait() == 0, life.text
+    assert "saved 000001-000000000003" in life.text
+
+
+def test_an_error_of_the_scripts_own_state_at_a_break_is_raised(job: Job):
+    """There an exception would be printed and forgotten; it comes with the next call."""
+    life = job.write("""
+        from tests.jobs.ground import *
+        class Own:
+            def state_dict(self):
+                if state["step"] == 3:
+                    raise ValueError("my own")
+                return {}
+            def load_state_dict(self, state):
+                pass
+        begin(own=Own())
+        for x, ids in migrator.batches(loader):
+            train(x, ids)
+            if state["step"] == 3:
+                break
+        for x, ids in migrator.batches(loader):
+            train(x, ids)
+        """).run()
+
+    assert life.wait() == 1, life.text
+    assert "ValueError: my own" in life.text
+    assert "Exception ignored" not in life.text
+    assert "trained 4" not in life.text
+
+
+def test_a_count_of_all_epochs_beside_the_loop_is_named(job: Job):
+    """It is not that of this epoch, and where it stood nobody knows."""
+    job.write("""
+        from tests.jobs.ground import *
+        import itertools
+        steps = itertools.count()
+        begin()
+        for epoch in epochs(2):
+            for (x, ids), step in zip(migrator.batches(loader), steps):
+                train(x, ids)
+        """)
+    assert job.run(AT="step 8").wait() == 143
+    life = job.run()
+
+    assert life.wait() == 0, life.text
+    assert life.events("count_begins_anew")[0]["what"] == '"zip(..., count)"'
+
+
+def test_many_datasets_with_generators_of_their_own(job: Job):
+    """A long list of samples is not looked through, one of datasets is."""
+    job.write("""
+        from tests.jobs.ground import *
+        class Noisy(torch.utils.data.Dataset):
+            def __init__(self, n):
+                self.n, self.rng = n, torch.Generator().manual_seed(n)
+            def __len__(self):
+                return 1
+            def __getitem__(self, i):
+                return data[self.n % 24][0] + torch.randn(4, generator=self.rng), self.n
+        many = torch.utils.data.ConcatDataset([Noisy(n) for n in range(80)])
+        loader = DataLoader(many, batch_size=20, shuffle=True)
+        begin()
+        for epoch in epochs(2):
+            for x, ids in migrator.batches(loader):
+                train(x, ids)
+        finish()
+        """)
+    check(job, ["step 2", "step 6"], samples=None)
+
+
 def test_the_first_of_stages_that_look_alike_needs_no_name(job: Job):
     """So far there is only one."""
     life = job.write(STAGES.replace("{name}", "")).run(AT="step 2")
