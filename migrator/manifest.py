@@ -80,7 +80,7 @@ class Manifest:
         if len(data) > LIMIT:
             raise SaveFailed(
                 f"the manifest of {self.ckpt} would take {len(data)} bytes, at most {LIMIT} are read back. "
-                "Keep large numbers of values in tensors, not in lists or numpy arrays."
+                "Keep large numbers of values in tensors or numpy arrays, not in lists."
             )
         return data
 
