@@ -1,0 +1,117 @@
+"""What a test puts before the lines of docs/recipes.md: it sees every step from outside, and stops the job.
+
+    began JOB STEP          a life has loaded, or begins at 0
+    trained JOB STEP DIGEST an optimizer stepped (parameters and gradients), or the script called `safe_point()`
+    evaluated JOB NUMBER DIGEST
+    final JOB DIGEST        all that is registered, and the random state
+    moment NAME             where the job can be stopped, see `ground.py`
+
+How many steps there were is registered beside what the recipe registers, so it comes back with it.
+"""
+
+import functools
+import hashlib
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from migrator import migrator
+from migrator.instance import Migrator
+from tests.jobs.ground import moment
+
+_seen = {"steps": 0, "backwards": 0, "evaluations": 0}
+_registered = {}
+_job = "default"
+_listening, _load_ckpt, _register, _close = (
+    getattr(Migrator, name) for name in ("listening", "load_ckpt", "register", "close")
+)
+_safe_point, _backward = Migrator.safe_point, torch.Tensor.backward
+
+
+def _bytes(value):
+    if isinstance(value, torch.Tensor):
+        return repr((value.dtype, tuple(value.shape))).encode() + value.detach().contiguous().view(-1).numpy().tobytes()
+    if isinstance(value, dict):
+        return b"".join(repr(key).encode() + _bytes(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return b"".join(_bytes(item) for item in value)
+    if hasattr(value, "state_dict"):
+        return _bytes(value.state_dict())
+    if isinstance(value, torch.Generator):
+        return _bytes(value.get_state())
+    return repr(getattr(getattr(value, "bit_generator", value), "state", value)).encode()
+
+
+def _digest(*values):
+    return hashlib.sha256(_bytes(values)).hexdigest()[:16]
+
+
+def _trained(*values):
+    _seen["steps"] += 1
+    print("trained", _job, _seen["steps"], _digest(*values))
+    moment(f"{_job} step {_seen['steps']}")
+
+
+@functools.wraps(_listening)
+def _observed_listening(self, **given):
+    global _job
+    _job = given.get("job", "default")
+    _seen.update(dict.fromkeys(_seen, 0))
+    _register(self, "seen", _seen)
+    _listening(self, every="off", **given)
+    if not self.resume:
+        print("began", _job, 0)
+
+
+@functools.wraps(_register)
+def _observed_register(self, name, value, **given):
+    _register(self, name, value, **given)
+    _registered[name] = value
+
+
+@functools.wraps(_load_ckpt)
+def _observed_load_ckpt(self):
+    name = _load_ckpt(self)
+    print("began", _job, _seen["steps"])
+    return name
+
+
+@functools.wraps(_safe_point)
+def _observed_safe_point(self):
+    _trained(_registered)
+    _safe_point(self)
+
+
+@functools.wraps(_close)
+def _observed_close(self):
+    finish()
+    _close(self)
+
+
+@functools.wraps(_backward)
+def _observed_backward(self, *given, **named):
+    _backward(self, *given, **named)
+    _seen["backwards"] += 1
+    moment(f"{_job} backward {_seen['backwards']}")
+
+
+def finish():
+    """What is to be compared at the end of a training."""
+    if _registered:
+        print("final", _job, _digest(_registered), torch.rand(1).item().hex())
+    _registered.clear()
+
+
+def evaluated(*values):
+    """For the page's `evaluate()`: a moment in it, and what it found."""
+    _seen["evaluations"] += 1
+    moment(f"{_job} evaluation {_seen['evaluations']}")
+    print("evaluated", _job, _seen["evaluations"], _digest(*values))
+
+
+register_optimizer_step_post_hook(
+    lambda optimizer, *_: _trained([[p, p.grad] for group in optimizer.param_groups for p in group["params"]])
+)
+Migrator.listening, Migrator.load_ckpt, Migrator.register = _observed_listening, _observed_load_ckpt, _observed_register
+Migrator.safe_point, Migrator.close, torch.Tensor.backward = _observed_safe_point, _observed_close, _observed_backward
+assert migrator is not None
