@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness import ROOT, Job, Process
+from tests.test_docs import logged
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
-OBSERVED = "from tests.jobs.recipe import *\n"
-ROW = re.compile(r"^\| \[(.+?)\]\(#\S+\) \|", re.M)
+WARNINGS = {name for name, levels in logged().items() if "info" not in levels}
 
 
 def blocks(text: str) -> list[str]:
@@ -33,49 +33,58 @@ def recipe(name: str) -> str:
 
 
 class Told:
-    """What a script showed over all its lives; what a later life did again counts once, as it did it."""
+    """What a script showed over all its lives; a step is trained once, and what was lost on the way is the same again."""
 
     def __init__(self) -> None:
         self.trained: dict[tuple[str, int], str] = {}
-        self.evaluated: dict[tuple[str, int], str] = {}
+        self.lost: dict[tuple[str, int], str] = {}
         self.final: dict[str, str] = {}
-        self.moments: list[str] = []
 
     def add(self, life: Process) -> None:
         for word, job, number, rest in re.findall(
-            r"^(began|trained|evaluated|final) (\S+) (\S+) ?(.*)$", life.text, re.MULTILINE
+            r"^(began|lost|trained|final) (\S+) (\S+) ?(.*)$", life.text, re.MULTILINE
         ):
             if word == "began":
                 last = max((step for of, step in self.trained if of == job), default=0)
                 assert last == int(number), f"the life before ended at {last}\n{life.text}"
             elif word == "trained":
-                assert (job, int(number)) not in self.trained
+                assert (job, int(number)) not in self.trained, life.text
                 self.trained[job, int(number)] = rest
-            elif word == "evaluated":
-                found = self.evaluated.setdefault((job, int(number)), rest)
-                assert found == rest, f"the same evaluation, another result\n{life.text}"
+            elif word == "lost":
+                found = self.lost.setdefault((job, int(number)), rest)
+                assert found == rest, f"the same batch, another loss\n{life.text}"
             else:
                 self.final[job] = f"{number} {rest}"
-        self.moments = re.findall(r"^moment (.*)$", life.text, re.MULTILINE)
 
 
-def check(job: Job, places: Sequence[str]) -> Told:
-    """Not stopped, then stopped at these moments, one a life: it is the same training."""
-    reference, told = Told(), Told()
+def unstopped(job: Job) -> Told:
+    told = Told()
     life = job.run(MIGRATOR_CKPT=str(job.directory / "elsewhere"))
     assert life.wait() == 0, life.text
-    reference.add(life)
+    told.add(life)
+    assert told.lost
+    assert told.final
+    return told
+
+
+def stopped(job: Job, places: Sequence[str]) -> Told:
+    """At each of these moments, one a life, without a word of warning; then to the end."""
+    told = Told()
     for number, place in enumerate([*places, ""]):
         life = job.run(AT=place, HOW=("sigterm", "file")[number % 2])
         assert life.wait() == (143 if place else 0), life.text
+        assert not place or f"\nmoment {place}\n" in life.text
+        assert not set(re.findall(r" migrator rank \d+: (\w+)", life.text)) & WARNINGS, life.text
         told.add(life)
-        assert told.moments.count(place) == bool(place), life.text
-        assert " WARNING" not in life.text, life.text
-    assert told.trained == reference.trained, life.text
-    assert told.evaluated == reference.evaluated, life.text
-    assert told.final == reference.final, life.text
-    assert reference.final
     return told
+
+
+def check(job: Job, places: Sequence[str]) -> None:
+    """It is the same training."""
+    told, reference = stopped(job, places), unstopped(job)
+    assert told.trained == reference.trained
+    assert told.lost == reference.lost
+    assert told.final == reference.final
 
 
 MOMENTS = {
@@ -87,7 +96,7 @@ MOMENTS = {
     "A batch fetched ahead": ["default backward 2", "default step 7", "default step 18"],
     "Stages": ["default step 3", "default backward 6", "default step 10"],
     "Episodes": ["default step 2", "default backward 4", "default step 8"],
-    "Evaluation every k steps": ["default evaluation 2", "default step 4", "default step 8"],
+    "Evaluation every k steps": ["default evaluation 2", "default step 5", "default step 8"],
     "Updates by hand": ["default backward 3", "default backward 8"],
     "Several folds": ["fold-0 step 4", "fold-1 step 2", "fold-1 backward 6"],
     "Augmentation in workers": ["default step 2", "default backward 5", "default step 9"],
@@ -98,3 +107,24 @@ MOMENTS = {
 def test_a_recipe_resumes_bit_for_bit(job: Job, name: str) -> None:
     job.write(recipe(name))
     check(job, MOMENTS[name])
+
+
+def test_the_page_begins_with_a_list_of_its_recipes() -> None:
+    (contents, *_) = PAGE.split("\n## ")
+    assert re.findall(r"^\| \[(.+?)\]\(#\S+\) \|", contents, flags=re.M) == [*RECIPES] == [*MOMENTS]
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_only_an_evaluation_before_the_batch_costs_a_notice_no_time(job: Job, place: str) -> None:
+    """Behind the step the save waits for it, and here in vain: it is longer than the grace."""
+    script = recipe("Evaluation every k steps")
+    if place == "behind":
+        evaluation = re.search(r"^        if .*\n.*evaluate\(\)\)\n", script, re.M)
+        assert evaluation is not None
+        script = script.replace(evaluation[0], "")
+        script = script.replace('state["step"] += 1\n', 'state["step"] += 1\n' + evaluation[0])
+    moment = "default evaluation 2"
+    life = job.write(script).run(AT=moment, IS_LONG=moment, MIGRATOR_GRACE_S="2")
+
+    assert life.wait() == 143, life.text
+    assert len(job.ckpts()) == (place == "before")

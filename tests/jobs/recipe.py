@@ -1,23 +1,25 @@
 """What a test puts before the lines of docs/recipes.md: it sees every step from outside, and stops the job.
 
     began JOB STEP          a life has loaded, or begins at 0
+    lost JOB NUMBER DIGEST  a backward pass, and its loss
     trained JOB STEP DIGEST an optimizer stepped (parameters and gradients), or the script called `safe_point()`
-    evaluated JOB NUMBER DIGEST
     final JOB DIGEST        all that is registered, and the random state
     moment NAME             where the job can be stopped, see `ground.py`
 
-How many steps there were is registered beside what the recipe registers, so it comes back with it.
+How many of them there were is registered beside what the recipe registers, so it comes back with it.
 """
 
 import functools
 import hashlib
+import os
+import time
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from migrator import migrator
 from migrator.instance import Migrator
-from tests.jobs.ground import moment
+from tests.jobs.ground import LONG_S, moment
 
 _seen = {"steps": 0, "backwards": 0, "evaluations": 0}
 _registered = {}
@@ -25,7 +27,7 @@ _job = "default"
 _listening, _load_ckpt, _register, _close = (
     getattr(Migrator, name) for name in ("listening", "load_ckpt", "register", "close")
 )
-_safe_point, _backward = Migrator.safe_point, torch.Tensor.backward
+_safe_point, _backward, _eval = Migrator.safe_point, torch.Tensor.backward, nn.Module.eval
 
 
 def _bytes(value):
@@ -92,7 +94,18 @@ def _observed_close(self):
 def _observed_backward(self, *given, **named):
     _backward(self, *given, **named)
     _seen["backwards"] += 1
+    print("lost", _job, _seen["backwards"], _digest(self))
     moment(f"{_job} backward {_seen['backwards']}")
+
+
+@functools.wraps(_eval)
+def _observed_eval(self):
+    _seen["evaluations"] += 1
+    name = f"{_job} evaluation {_seen['evaluations']}"
+    moment(name)
+    if os.environ.get("IS_LONG") == name:
+        time.sleep(LONG_S)
+    return _eval(self)
 
 
 def finish():
@@ -102,16 +115,9 @@ def finish():
     _registered.clear()
 
 
-def evaluated(*values):
-    """For the page's `evaluate()`: a moment in it, and what it found."""
-    _seen["evaluations"] += 1
-    moment(f"{_job} evaluation {_seen['evaluations']}")
-    print("evaluated", _job, _seen["evaluations"], _digest(*values))
-
-
 register_optimizer_step_post_hook(
     lambda optimizer, *_: _trained([[p, p.grad] for group in optimizer.param_groups for p in group["params"]])
 )
 Migrator.listening, Migrator.load_ckpt, Migrator.register = _observed_listening, _observed_load_ckpt, _observed_register
 Migrator.safe_point, Migrator.close, torch.Tensor.backward = _observed_safe_point, _observed_close, _observed_backward
-assert migrator is not None
+nn.Module.eval = _observed_eval
