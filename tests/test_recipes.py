@@ -75,6 +75,7 @@ def stopped(job: Job, places: Sequence[str]) -> Told:
         assert life.wait() == (143 if place else 0), life.text
         assert not place or f"\nmoment {place}\n" in life.text
         assert not set(re.findall(r" migrator rank \d+: (\w+)", life.text)) & WARNINGS, life.text
+        assert bool(life.events("loaded")) == bool(number), life.text
         told.add(life)
     return told
 
@@ -89,12 +90,13 @@ def check(job: Job, places: Sequence[str]) -> None:
 
 MOMENTS = {
     "Steps without a loader": ["default step 3", "default backward 4", "default step 18"],
-    "Gradient accumulation": ["default backward 6", "default step 2", "default backward 9"],
+    "Gradient accumulation": ["default backward 6", "default step 2", "default step 3"],
     "Gradient scaler": ["default backward 3", "default step 4", "default step 9"],
     "Averaged weights": ["default step 3", "default backward 5", "default step 10"],
     "Two optimizers": ["default step 3", "default step 6", "default backward 20"],
     "A batch fetched ahead": ["default backward 2", "default step 7", "default step 18"],
-    "Stages": ["default step 3", "default backward 6", "default step 10"],
+    "Tasks one after another": ["default step 3", "default backward 7", "default step 11"],
+    "Curriculum": ["default step 4", "default backward 7", "default step 9"],
     "Episodes": ["default step 2", "default backward 4", "default step 8"],
     "Evaluation every k steps": ["default evaluation 2", "default step 5", "default step 8"],
     "Updates by hand": ["default backward 3", "default backward 8"],
@@ -128,3 +130,33 @@ def test_only_an_evaluation_before_the_batch_costs_a_notice_no_time(job: Job, pl
 
     assert life.wait() == 143, life.text
     assert len(job.ckpts()) == (place == "before")
+
+
+RANKS = """
+from torch import distributed
+distributed.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(model)
+torch.manual_seed(distributed.get_rank())
+"""
+ON_RANKS = {
+    "Gradient accumulation": ["default step 1", "default backward 5"],
+    "A batch fetched ahead": ["default backward 2", "default step 7"],
+}
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_a_recipe_resumes_bit_for_bit_on_two_ranks(job: Job, name: str) -> None:
+    """The same lines behind `init_process_group()`; only one rank is told to go, another one each time."""
+    told, reference = [Told(), Told()], [Told(), Told()]
+    job.write(recipe(name).replace(HEAD, HEAD + RANKS))
+    for number, place in enumerate([*ON_RANKS[name], ""]):
+        gang = job.gang(2, each={number % 2: {"AT": place}}, pods=2)
+        assert gang.wait() == [143 if place else 0] * 2, gang.text
+        for rank in range(2):
+            told[rank].add(gang[rank])
+    gang = job.gang(2, MIGRATOR_CKPT=str(job.directory / "elsewhere"))
+    assert gang.wait() == [0, 0], gang.text
+    for rank in range(2):
+        reference[rank].add(gang[rank])
+        assert vars(told[rank]) == vars(reference[rank]), gang.text
+    assert told[0].lost != told[1].lost

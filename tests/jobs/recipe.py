@@ -3,7 +3,7 @@
     began JOB STEP          a life has loaded, or begins at 0
     lost JOB NUMBER DIGEST  a backward pass, and its loss
     trained JOB STEP DIGEST an optimizer stepped (parameters and gradients), or the script called `safe_point()`
-    final JOB DIGEST        all that is registered, and the random state
+    final JOB DIGEST        all that is registered, all models, and the random state
     moment NAME             where the job can be stopped, see `ground.py`
 
 How many of them there were is registered beside what the recipe registers, so it comes back with it.
@@ -12,6 +12,7 @@ How many of them there were is registered beside what the recipe registers, so i
 import functools
 import hashlib
 import os
+import sys
 import time
 
 import torch
@@ -109,9 +110,10 @@ def _observed_eval(self):
 
 
 def finish():
-    """What is to be compared at the end of a training."""
+    """What is to be compared at the end of a training: all that is registered, and each model, registered or not."""
+    models = [value for value in vars(sys.modules["__main__"]).values() if isinstance(value, nn.Module)]
     if _registered:
-        print("final", _job, _digest(_registered), torch.rand(1).item().hex())
+        print("final", _job, _digest(_registered, models), torch.rand(1).item().hex())
     _registered.clear()
 
 
