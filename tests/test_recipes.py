@@ -80,12 +80,13 @@ def stopped(job: Job, places: Sequence[str]) -> Told:
     return told
 
 
-def check(job: Job, places: Sequence[str]) -> None:
+def check(job: Job, places: Sequence[str]) -> Told:
     """It is the same training."""
     told, reference = stopped(job, places), unstopped(job)
     assert told.trained == reference.trained
     assert told.lost == reference.lost
     assert told.final == reference.final
+    return told
 
 
 MOMENTS = {
@@ -114,6 +115,16 @@ def test_a_recipe_resumes_bit_for_bit(job: Job, name: str) -> None:
 def test_the_page_begins_with_a_list_of_its_recipes() -> None:
     (contents, *_) = PAGE.split("\n## ")
     assert re.findall(r"^\| \[(.+?)\]\(#\S+\) \|", contents, flags=re.M) == [*RECIPES] == [*MOMENTS]
+
+
+def test_a_step_that_the_scaler_skips_is_trained_once_and_nothing_is_said(job: Job) -> None:
+    """It leaves neither gradients nor a step, but it is no batch that nobody used."""
+    script = recipe("Gradient scaler").replace("2.0**16", "2.0**126")
+    job.write(script)
+    told = check(job, ["default backward 9", "default step 9"])
+
+    assert len(told.lost) == 12
+    assert len(told.trained) < 12
 
 
 @pytest.mark.parametrize("place", ["before", "behind"])
