@@ -25,6 +25,7 @@ _ENDS = {"FOR_ITER"}
 """The iterator around ours came to its end, between two batches."""
 _SUSPENDED = {"YIELD_VALUE", "RESUME", "SEND", "YIELD_FROM"}
 """A generator of the script's stands at its `yield` and is being let go itself."""
+_DELEGATES = {"SEND", "YIELD_FROM"}
 _FORGETS_AN_EXCEPTION = {"LOAD_CONST", "STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "NOP"} | {
     f"DELETE_{kind}" for kind in ("FAST", "NAME", "GLOBAL", "DEREF")
 }
@@ -38,6 +39,11 @@ def is_ours(frame: FrameType) -> bool:
 
 def is_generator(frame: FrameType) -> bool:
     return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+
+
+def is_delegating(frame: FrameType) -> bool:
+    """The generator stands at a `yield from`: what it hands on it does not see."""
+    return _instruction(frame.f_code, frame.f_lasti)[0] in _DELEGATES
 
 
 def script(frame: FrameType | None) -> FrameType | None:

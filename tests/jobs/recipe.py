@@ -2,7 +2,7 @@
 
     began JOB STEP          a life has loaded, or begins at 0
     lost JOB NUMBER DIGEST  a backward pass, and its loss
-    trained JOB STEP DIGEST an optimizer stepped (parameters and gradients), or the script called `safe_point()`
+    trained JOB STEP DIGEST a step of an optimizer, and its parameters and gradients
     final JOB DIGEST        all that is registered, all models, and the random state
     moment NAME             where the job can be stopped, see `ground.py`
 
@@ -28,7 +28,7 @@ _job = "default"
 _listening, _load_ckpt, _register, _close = (
     getattr(Migrator, name) for name in ("listening", "load_ckpt", "register", "close")
 )
-_safe_point, _backward, _eval = Migrator.safe_point, torch.Tensor.backward, nn.Module.eval
+_backward, _eval = torch.Tensor.backward, nn.Module.eval
 
 
 def _bytes(value):
@@ -49,9 +49,10 @@ def _digest(*values):
     return hashlib.sha256(_bytes(values)).hexdigest()[:16]
 
 
-def _trained(*values):
+def _trained(optimizer, *_):
     _seen["steps"] += 1
-    print("trained", _job, _seen["steps"], _digest(*values))
+    values = [[param, param.grad] for group in optimizer.param_groups for param in group["params"]]
+    print("trained", _job, _seen["steps"], _digest(values))
     moment(f"{_job} step {_seen['steps']}")
 
 
@@ -77,12 +78,6 @@ def _observed_load_ckpt(self):
     name = _load_ckpt(self)
     print("began", _job, _seen["steps"])
     return name
-
-
-@functools.wraps(_safe_point)
-def _observed_safe_point(self):
-    _trained(_registered)
-    _safe_point(self)
 
 
 @functools.wraps(_close)
@@ -117,9 +112,6 @@ def finish():
     _registered.clear()
 
 
-register_optimizer_step_post_hook(
-    lambda optimizer, *_: _trained([[p, p.grad] for group in optimizer.param_groups for p in group["params"]])
-)
+register_optimizer_step_post_hook(_trained)
 Migrator.listening, Migrator.load_ckpt, Migrator.register = _observed_listening, _observed_load_ckpt, _observed_register
-Migrator.safe_point, Migrator.close, torch.Tensor.backward = _observed_safe_point, _observed_close, _observed_backward
-nn.Module.eval = _observed_eval
+Migrator.close, torch.Tensor.backward, nn.Module.eval = _observed_close, _observed_backward, _observed_eval
