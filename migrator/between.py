@@ -76,7 +76,8 @@ class Between:
             caller = frame
             inner = None
             if caller is not None and frames.is_generator(caller):
-                self._generators.append(caller)
+                if not frames.is_delegating(caller):
+                    self._generators.append(caller)
                 inner = next((c for c in candidates if getattr(c, "gi_frame", None) is caller), None)
                 frame = frames.script(caller.f_back)
 

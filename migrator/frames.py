@@ -27,6 +27,8 @@ _SUSPENDED = {"YIELD_VALUE", "RESUME", "SEND", "YIELD_FROM"}
 """A generator of the script's stands at its `yield` and is being let go itself."""
 _FORGETS = ("STORE_", "DELETE_")
 """Drops what a variable held, an iterator or the exception whose frames hold one."""
+_DELEGATES = {"SEND", "YIELD_FROM"}
+"""A generator that hands on what another one yields."""
 _CALLS = {name for name in dis.opmap if name.startswith("CALL")} | {"PRECALL"}
 _GOES_ELSEWHERE = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "FOR_ITER"} | {
     *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
@@ -41,6 +43,11 @@ def is_ours(frame: FrameType) -> bool:
 
 def is_generator(frame: FrameType) -> bool:
     return bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+
+
+def is_delegating(frame: FrameType) -> bool:
+    """The generator stands at a `yield from`: what it hands on it does not see."""
+    return _instruction(frame.f_code, frame.f_lasti)[0] in _DELEGATES
 
 
 def script(frame: FrameType | None) -> FrameType | None:

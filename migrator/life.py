@@ -609,7 +609,12 @@ class Life:
 
     def body_mark(self) -> object:
         """Changes with every step and every backward pass; without optimizers nobody can tell."""
-        return (self._steps, self._gradients()) if self._steps or self._registry.optimizers() else object()
+        if not self._steps and not self._registry.optimizers():
+            return object()
+        # A step that a scaler skips leaves no gradients and is none; the scaler was updated all the same.
+        scales = [getattr(scaler, "_scale", None) for scaler in self._registry.scalers()]
+        updates = [None if scale is None else (id(scale), scale._version) for scale in scales]
+        return self._steps, self._gradients(), updates
 
     def _gradients(self) -> list[object]:
         """What tells the gradients apart that the last parameter of each optimizer has had."""

@@ -100,6 +100,9 @@ class Registry:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [t for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)]
 
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        return [t for t in self._targets.values() if isinstance(t, torch.amp.GradScaler)]
+
     def modules(self) -> list[nn.Module]:
         return [t for t in self._targets.values() if isinstance(t, nn.Module)]
 
