@@ -64,6 +64,9 @@ class Between:
         self._counters: list[Any] = []
         self._zips: list[tuple[Any, list[Any]]] = []
         self._generators: list[FrameType] = []
+        self._is_chained = False
+        """What is further out counts over more than this iteration."""
+        self._unknown: list[str] = []
         self.calls_script = False
         """Functions of the script's are called while the next batch is fetched: they may fail."""
         # Not isinstance(): it asks objects for their class, and there are some that do things then.
@@ -75,6 +78,8 @@ class Between:
             # What calls is a generator of the script's own, or the loop.
             caller = frame
             inner = None
+            if caller is not None and caller.f_code.co_name == "__next__":
+                self._unknown.append(type(caller.f_locals.get("self")).__name__)
             if caller is not None and frames.is_generator(caller):
                 if not frames.is_delegating(caller):
                     self._generators.append(caller)
@@ -87,10 +92,14 @@ class Between:
             around = next((c for c in candidates if c is not inner and _takes_from(c, inner)), None)
             if around is None:
                 return inner
-            if isinstance(around, enumerate):
+            if self._is_chained and isinstance(around, (enumerate, zip)):
+                self._unknown.append(type(around).__name__)
+            elif isinstance(around, enumerate):
                 self._counters.append(around)
             elif isinstance(around, zip):
                 self._zips.append((inner, list(around.__reduce__()[1])))
+            elif isinstance(around, itertools.chain):
+                self._is_chained = True
             elif isinstance(around, _PASSES_ON):
                 self.calls_script = True
             else:
@@ -112,10 +121,20 @@ class Between:
                 if number < place:
                     raise UsageError(_FIRST.format(other=name))
 
-    def go_on_at(self, done: int) -> None:
+    @property
+    def starts(self) -> list[int]:
+        """Where each `enumerate` begins to count."""
+        return [start_of(counter) for counter in self._counters]
+
+    def go_on_at(self, done: int, starts: list[int]) -> None:
         """So many batches of this epoch are behind us."""
-        for counter in self._counters:
-            if not _add_to_enumerate(counter, done):
+        for what in self._unknown:
+            _warn(what, "if it counts batches, let it use `.done` of what batches() returns")
+        for counter, before in zip(self._counters, starts or [start_of(c) for c in self._counters], strict=False):
+            start = start_of(counter)
+            if start == before + done and start != before:
+                continue  # the script's own counter, which has come back
+            if start != before or not _add_to_enumerate(counter, done):
                 _warn("enumerate", "count with `.done` of what batches() returns")
         for ours, sides in self._zips:
             for side in sides:
@@ -176,11 +195,15 @@ def _is_index_known() -> bool:
     return [next(probe)[0], next(probe)[0]] == [70_710, 70_711]
 
 
+def start_of(counter: Any) -> int:
+    return int(counter.__reduce__()[1][1])
+
+
 def _add_to_enumerate(counter: Any, done: int) -> bool:
     """Whether its next index is as many higher. It is asked for its batch right now, and counts only then."""
     if not _is_index_known():
         return False
-    start = counter.__reduce__()[1][1]
+    start = start_of(counter)
     if _index_of(counter).value != start:  # beyond what a machine word holds
         return False
     _index_of(counter).value = start + done
@@ -196,9 +219,9 @@ def _set_progress_bar(frame: FrameType, done: int) -> bool:
         return False
     if getattr(bar, "disable", False) or "last_print_n" not in frame.f_locals:
         return True  # nothing is shown, or a bar around a bar that is set
-    bar.initial = bar.n = bar.last_print_n = done
+    bar.initial = bar.n = bar.last_print_n = at = bar.initial + done
     local = frame.f_locals
-    local["n"] = local["last_print_n"] = done
+    local["n"] = local["last_print_n"] = at
     if sys.version_info < (3, 13):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     bar.refresh()

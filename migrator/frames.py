@@ -57,6 +57,14 @@ def script(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def is_asked_by_hand(frame: FrameType | None) -> bool:
+    """The script calls `next()` itself; no `for` stands at the end of whatever is in between."""
+    frame = script(frame)
+    while frame is not None and is_generator(frame) and script(frame.f_back) is not None:
+        frame = script(frame.f_back)
+    return frame is not None and _instruction(frame.f_code, frame.f_lasti)[0] in _CALLS
+
+
 def takers(frame: FrameType | None) -> frozenset[int]:
     """The frames that take a batch, by their ids: the loop's, and those of generators in between."""
     found: set[int] = set()

@@ -427,6 +427,10 @@ class Life:
         return self.gate.is_leaving or self._sigterm.is_heard
 
     @property
+    def has_unsaved(self) -> bool:
+        return self.gate.phase is Phase.DIRTY or self._is_trained_by_hand()
+
+    @property
     def is_decided(self) -> bool:
         return self._leaving.is_decided.is_set()
 

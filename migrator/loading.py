@@ -216,7 +216,16 @@ def _is_count(found: Any) -> bool:
     return type(found["epoch"]) is int and found["epoch"] >= 0 and type(found["is_over"]) is bool
 
 
-_LOOP = {"handed": int, "is_over": bool, "batch_size": int, "origin": dict, "alike": bool, "now": dict, "at": str}
+_LOOP = {
+    "handed": int,
+    "is_over": bool,
+    "batch_size": int,
+    "origin": dict,
+    "alike": bool,
+    "now": dict,
+    "at": str,
+    "starts": list,
+}
 
 
 def _check_random(name: str, states: Any) -> None:

@@ -61,6 +61,10 @@ class Training(Protocol):
         """SIGTERM came, even if it has not got about yet."""
 
     @property
+    def has_unsaved(self) -> bool:
+        """Something was trained since the last safe point."""
+
+    @property
     def is_decided(self) -> bool:
         """The process leaves, and nothing is left to lose."""
 
@@ -122,6 +126,8 @@ class Loops:
         self._live: _Loop | None = None
         self._has_warned = False
         self._looked_around: set[str] = set()
+        self._start_late: set[str] = set()
+        """Loops with an `enumerate` that does not begin at 0: perhaps each time at another number."""
         self._call_script: set[str] = set()
         """Loops that functions of the script's stand around."""
 
@@ -202,15 +208,19 @@ class Loops:
     def _look_around(self, loop: _Loop, iterator: Any) -> None:
         """What stands between this iteration and the script's loop: may it, and does it know where we are?"""
         label = loop.label.text
-        if label in self._looked_around and not loop.batches_done:
+        if label in self._looked_around and not loop.batches_done and label not in self._start_late:
             return
         self._looked_around.add(label)
         between = Between(iterator, sys._getframe())
+        if any(between.starts):
+            self._start_late.add(label)
         if between.calls_script:
             self._call_script.add(label)
         between.check()
         if loop.batches_done:
-            between.go_on_at(loop.batches_done)
+            between.go_on_at(loop.batches_done, loop.starts)
+        else:
+            loop.starts = between.starts
 
     def count_current(self) -> None:
         """At a safe point: what was handed out is trained."""
@@ -260,7 +270,13 @@ class _Loop:
         self._sampler = None if found is None else registered[found]
         if callable(getattr(loader, "load_state_dict", None)) and any(loader is t for t in registered.values()):
             raise UsageError(_RESUMES_ITSELF)
-        self.label = Label.of(loader, name=called[0], sampler=found, site=called[1])
+        self.label = Label.of(
+            loader,
+            name=called[0],
+            sampler=found,
+            site=called[1],
+            is_by_hand=frames.is_asked_by_hand(sys._getframe()),
+        )
         self._makers = replay.Makers(loader)
         self._before = 0
         """Batches of this epoch that an earlier life trained, of a loader whose sampler goes on by itself."""
@@ -275,6 +291,8 @@ class _Loop:
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
         self.has_stepped = False
+        self._is_touched = False
+        """It was left with something trained of which there is no safe point."""
 
     def start(self, at: str) -> None:
         """Make the loader's iterator stand where this iteration begins; `at` is the loop's place in the script."""
@@ -411,6 +429,15 @@ class _Loop:
                 ) from None
 
     @property
+    def starts(self) -> list[int]:
+        """Where each `enumerate` around it began in this epoch."""
+        return list(self._state.get("starts", ()))
+
+    @starts.setter
+    def starts(self, starts: list[int]) -> None:
+        self._state["starts"] = starts
+
+    @property
     def batches_handed(self) -> int:
         return self._handed
 
@@ -449,9 +476,14 @@ class _Loop:
 
         Of another loop over the same data it was only a look.
         """
+        self._is_touched |= self._training.has_unsaved
         is_same = self._resumed_from is not None and self._resumed_from[0].get("at") == self._at
-        if is_over and is_same and not self.has_stepped:
+        if is_over and is_same and not self._has_trained:
             self.leave()
+
+    @property
+    def _has_trained(self) -> bool:
+        return self.has_stepped or self._is_touched
 
     def over(self) -> None:
         self._state["is_over"] = True
@@ -460,7 +492,7 @@ class _Loop:
         """Over, left or broken off."""
         self._place.end(self.label)
         self._place.let_go(self.label)
-        if not self.has_stepped and not self._state.get("is_over"):
+        if not self._has_trained and not self._state.get("is_over"):
             if self._resumed_from is not None:
                 self._place.put_back(self.label, *self._resumed_from)
             if self._sampler is not None and self._goes_on_after_load:

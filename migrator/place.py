@@ -46,12 +46,18 @@ class Label:
         """The script itself says which loop it is."""
 
     @classmethod
-    def of(cls, loader: Any, *, name: str | None, sampler: str | None, site: tuple[str, str]) -> Label:
+    def of(
+        cls, loader: Any, *, name: str | None, sampler: str | None, site: tuple[str, str], is_by_hand: bool
+    ) -> Label:
+        """`is_by_hand`: taken by `next()`. Such a script begins anew wherever it finds the loader at its end."""
         looks = _looks(loader)
         if sampler is not None:
-            return cls(f"sampler {sampler}", looks=looks, shown=site[1], is_sure=True)
+            text = f"sampler {sampler}" if name is None else f"sampler {sampler} {name}"
+            return cls(text, looks=looks, shown=site[1], is_sure=True)
         if name is not None:
             return cls(f"name {name}", looks=looks, shown=site[1], is_sure=True)
+        if is_by_hand:
+            return cls(f"next() | {looks}", looks=looks, shown=site[1], is_sure=False)
         return cls(f"{site[0]} | {looks}", looks=looks, shown=site[1], is_sure=False)
 
 

@@ -39,6 +39,7 @@ _LEAVES = (
     *(str, bytes, int, float, complex, bool, type(None), type, Tensor, np.ndarray, nn.Module, torch.optim.Optimizer),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.device, torch.dtype),
 )
+_LISTED = (list, tuple, dict, np.ndarray, Tensor)
 _MOST_OBJECTS = 2000
 _DEEPEST = 12
 _MOST_ITEMS = 64
@@ -59,6 +60,7 @@ class Makers:
         self.is_cut = False
         """There is more than was looked through."""
         self._seen: set[int] = set()
+        self._left = _MOST_OBJECTS
         self._kept: list[Any] = []
         self._walk_chain("", loader, 0)
         if not isinstance(loader, DataLoader):
@@ -69,13 +71,16 @@ class Makers:
             part = getattr(loader, name, None)
             orders = name != "dataset" or isinstance(part, IterableDataset)
             if part is not loader:
+                # A data set of many objects is not to keep samplers from being looked at.
+                self._left = _MOST_OBJECTS
                 self._walk(prefix + name, part, orders=orders, depth=depth + 1)
 
     def _walk(self, path: str, part: Any, *, orders: bool, depth: int) -> None:
         """`orders`: the part decides the order of the samples; else it only makes them."""
         if isinstance(part, (_LEAVES, ElasticSampler)) or id(part) in self._seen:
             return
-        if len(self._seen) > _MOST_OBJECTS or depth > _DEEPEST:
+        self._left -= 1
+        if self._left < 0 or depth > _DEEPEST:
             self.is_cut = True
             return
         self._seen.add(id(part))
@@ -84,6 +89,8 @@ class Makers:
             self.generators[path] = part
             return
         if isinstance(part, (list, tuple, dict)):
+            if orders and depth <= 1:
+                self.plain[path] = part
             # A long list mostly holds samples.
             for key, item in part.items() if isinstance(part, dict) else enumerate(part):
                 if len(part) <= _MOST_ITEMS or isinstance(item, (torch_data.Dataset, torch_data.Sampler, *GENERATORS)):
@@ -95,7 +102,7 @@ class Makers:
         if orders:
             if _tells_its_state(part):
                 self.stateful[path] = part
-            elif not type(part).__module__.startswith("torch."):
+            else:
                 self.plain[path] = part
         for name, item in _attributes(part).items():
             if orders and isinstance(item, GENERATORS):
@@ -150,7 +157,10 @@ class Makers:
         """A generator that others draw from between two draws of the order: the order cannot be drawn again."""
         for path, state in at_safe_point.items():
             holder = self._holders.get(path)
-            is_drawn_ahead = isinstance(holder, RandomSampler) and not holder.replacement
+            # torch's own draw the whole order at once, but for this one.
+            is_drawn_ahead = type(holder).__module__.startswith("torch.") and not (
+                isinstance(holder, RandomSampler) and holder.replacement
+            )
             if self._has_workers or holder is None or is_drawn_ahead or path not in self.generators:
                 continue
             if not _are_equal(state_of(self.generators[path]), state):
@@ -234,34 +244,49 @@ def _tell(part: Any, state: Any) -> None:
 
 def _plain_state(part: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"values": {}, "marks": {}}
+    if isinstance(part, _LISTED):
+        found["marks"][""] = _mark(part)
+    is_of_torch = type(part).__module__.startswith("torch.")
     for name, value in _attributes(part).items():
-        if isinstance(value, (bool, int, float)):
+        if isinstance(value, (bool, int, float)) and not is_of_torch:
             found["values"][name] = value
-        elif isinstance(value, (list, tuple, np.ndarray, Tensor)) and (mark := _mark(value)) is not None:
-            found["marks"][name] = mark
+        elif isinstance(value, _LISTED) and name != "dataset":
+            found["marks"][name] = _mark(value)
     return found if any(found.values()) else {}
 
 
-def _mark(value: Any) -> str | None:
-    """Tells two orders of samples apart: a spread of the items, if they are plain."""
-    count = len(value) if not isinstance(value, Tensor) or value.dim() else 0
-    picked = [value[i] for i in sorted({i * count // _SAMPLED for i in range(_SAMPLED)} if count else ())]
+def _mark(value: Any) -> str:
+    """Tells two orders of samples apart: a spread of the items, and of what is in them."""
     if isinstance(value, (np.ndarray, Tensor)):
-        picked = [item.tolist() for item in picked]
-    elif not all(isinstance(item, (bool, int, float, str, type(None))) for item in picked):
-        return None
-    return f"{count} {xxhash.xxh3_64(repr(picked).encode()).hexdigest()}"
+        flat = value.reshape(-1)
+        count = len(flat)
+        items: list[Any] = [flat[i].item() for i in _spread(count, _SAMPLED)] if _is_of_numbers(value) else []
+    elif isinstance(value, dict):
+        count, keys = len(value), list(value)
+        items = [(repr(keys[i])[:100], _printed(value[keys[i]], 2)) for i in _spread(count, _SAMPLED)]
+    else:
+        count = len(value)
+        items = [_printed(value[i], 2) for i in _spread(count, _SAMPLED)]
+    return f"{count} {xxhash.xxh3_64(repr(items).encode()).hexdigest()}"
+
+
+def _spread(count: int, most: int) -> list[int]:
+    return sorted({i * count // most for i in range(most)}) if count > most else list(range(count))
+
+
+def _is_of_numbers(value: Any) -> bool:
+    return isinstance(value, Tensor) or value.dtype.kind in "biufc"
 
 
 _NOT_THERE = object()
 
 
 def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
-    now = _attributes(part)
+    now = {**_attributes(part), "": part}
     for name, mark in state["marks"].items():
-        if name in now and _mark(now[name]) != mark:
+        if isinstance(now.get(name), _LISTED) and _mark(now[name]) != mark:
             raise UsageError(
-                f"batches(loader): {path}.{name} is not what it was when the interrupted epoch began, and it is not "
+                f"batches(loader): {f'{path}.{name}'.rstrip('.')} is not what it was when the interrupted epoch began, and it is not "
                 f"saved, so the order of the samples cannot be made again. Give the {type(part).__name__} state_dict() "
                 "and load_state_dict(), or begin the epoch anew: MIGRATOR_LOOPS=anew."
             )
@@ -279,9 +304,9 @@ def _printed(value: Any, depth: int) -> Any:
     if isinstance(value, (bool, int, float, str, bytes, type(None), range)):
         return value
     if isinstance(value, (Tensor, np.ndarray)):
-        return tuple(value.shape), str(value.dtype), _mark(value.reshape(-1))
+        return tuple(value.shape), str(value.dtype), _mark(value)
     if isinstance(value, (list, tuple)):
-        return len(value), [_printed(value[i * len(value) // 16], depth + 1) for i in range(16 if value else 0)]
+        return len(value), [_printed(value[i], depth + 1) for i in _spread(len(value), 16)]
     if depth > 3 or isinstance(value, (*_LEAVES, *GENERATORS, dict)):
         return type(value).__name__
     return type(value).__name__, {name: _printed(item, depth + 1) for name, item in _attributes(value).items()}
