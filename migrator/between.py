@@ -130,7 +130,8 @@ class Between:
         """So many batches of this epoch are behind us."""
         for what in self._unknown:
             _warn(what, "if it counts batches, let it use `.done` of what batches() returns")
-        for counter, before in zip(self._counters, starts or [start_of(c) for c in self._counters], strict=False):
+        # Where none was noted, each had begun at 0 when the loop was looked at.
+        for counter, before in zip(self._counters, starts or [0] * len(self._counters), strict=False):
             start = start_of(counter)
             if start == before + done and start != before:
                 continue  # the script's own counter, which has come back

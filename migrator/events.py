@@ -60,7 +60,7 @@ EVENTS = {
     "main_thread_only": "an object changes outside steps; from now on it is saved at safe points only",
     "batch_unused": "two batches were taken and nothing was computed between them",
     "loops_alike": "loaders that look alike are gone over at one place; a resume could not tell them apart",
-    "loader_not_followed": "a loader has more objects than are looked through for generators",
+    "loader_too_large": "a loader has more objects than are looked through for generators",
     "count_begins_anew": "what stands between batches() and the loop counts from 0 in the middle of an epoch",
     "workers_persist": "what lives on in persistent workers over epochs begins anew after a resume",
     "trained_by_hand": "no optimizer steps; each batch in which a registered tensor changes is a step",

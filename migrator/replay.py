@@ -113,7 +113,7 @@ class Makers:
         """Refuse what cannot be put back, and say where nobody looked."""
         if self.is_cut:
             log(
-                "loader_not_followed",
+                "loader_too_large",
                 level=logging.WARNING,
                 objects=_MOST_OBJECTS,
                 levels=_DEEPEST,

@@ -57,7 +57,7 @@ NOT_REACHED: dict[str, str] = {
     "signal_early": "a life that is told so early touches nothing on the volume: test_early_news.py",
     "fork": "it takes two lives at once: test_news.py",
     **dict.fromkeys(
-        ("count_begins_anew", "loops_alike", "workers_persist", "loader_not_followed"),
+        ("count_begins_anew", "loops_alike", "workers_persist", "loader_too_large"),
         "a line of a loop's beginning, where nothing is on its way to the volume: test_ordinary_scripts.py",
     ),
     **dict.fromkeys(

@@ -597,6 +597,170 @@ def test_many_datasets_with_generators_of_their_own(job: Job):
     check(job, ["step 2", "step 6"], samples=None)
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "it = iter(migrator.batches(loader))\n            for i, (x, ids) in enumerate(it):\n"
+        "                train(x, ids)\n                if i == 3: break",
+        "try:\n                for i, (x, ids) in enumerate(migrator.batches(loader)):\n"
+        "                    train(x, ids)\n                    if i == 3: raise ValueError\n"
+        "            except ValueError: pass",
+    ],
+)
+def test_a_resumed_loop_that_is_left_in_its_first_batch_is_not_gone_on_with_again(job: Job, loop: str):
+    """Something was trained in it, though nobody saw how it ended."""
+    job.write(f"""
+        from tests.jobs.ground import *
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        begin()
+        for epoch in epochs(3):
+            {loop}
+        finish()
+        """)
+    story, _ = check(job, ["step 7"], samples=None)
+
+    assert len(story.trained) == 12
+
+
+def test_an_iterator_begun_anew_wherever_it_ends(job: Job):
+    """Steps instead of epochs, and `next()` by hand: stopped at an epoch's end as well."""
+    for kind in ("sampler=sampler", "shuffle=True"):
+        job.write(f"""
+            from tests.jobs.ground import *
+            loader = DataLoader(data, batch_size=4, {kind})
+            begin()
+            it = iter(migrator.batches(loader))
+            while state["step"] < 15:
+                try:
+                    x, ids = next(it)
+                except StopIteration:
+                    state["epoch"] += 1
+                    it = iter(migrator.batches(loader))
+                    x, ids = next(it)
+                train(x, ids)
+                if "step 12" in (os.environ.get("AT"), f"step {{state['step']}}"):
+                    migrator.safe_point()
+            finish()
+            """).env["MIGRATOR_JOB"] = kind[:4]
+        check(job, ["step 3", "step 6", "step 12"], samples=None)
+
+
+ORDERS = """
+import random
+from tests.jobs.ground import *
+random.seed(0)
+class Bucketed:
+    def __init__(self):
+        self.batches = [[i, i + 1] for i in range(0, SAMPLES, 2)]
+    def __len__(self):
+        return len(self.batches)
+    def __iter__(self):
+        random.shuffle(self.batches)
+        return iter(list(self.batches))
+class ByClass(Bucketed):
+    def __init__(self):
+        self.by_class = {c: list(range(c, SAMPLES, 3)) for c in range(3)}
+    def __len__(self):
+        return 8
+    def __iter__(self):
+        for members in self.by_class.values():
+            random.shuffle(members)
+        return iter([list(batch) for batch in zip(*self.by_class.values())])
+listed = [[i, i + 1] for i in range(0, SAMPLES, 2)]
+subset = torch.utils.data.SubsetRandomSampler(list(range(SAMPLES)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "before", "name", "place"),
+    [
+        ("DataLoader(data, batch_sampler=Bucketed())", "pass", "batch_sampler.batches", "step 20"),
+        ("DataLoader(data, batch_sampler=ByClass())", "pass", "batch_sampler.by_class", "step 20"),
+        ("[data[part] for part in listed]", "random.shuffle(loader)", "loader is not", "step 20"),
+        ("DataLoader(data, batch_sampler=listed)", "random.shuffle(listed)", "batch_sampler is not", "step 20"),
+        ("DataLoader(data, batch_size=4, sampler=subset)", "subset.indices.reverse()", "sampler.indices", "step 8"),
+    ],
+)
+def test_an_order_kept_in_lists_is_not_lost_without_a_word(job: Job, loader: str, before: str, name: str, place: str):
+    """Each epoch shuffles what the one before has left, and a new process begins with the first."""
+    job.write(f"""{ORDERS}
+loader = {loader}
+begin()
+for epoch in range(3):
+    {before}
+    for x, ids in migrator.batches(loader):
+        train(x, ids)
+    moment(f"behind {{epoch}}")
+""")
+    assert job.run(AT=place).wait() == 143
+
+    assert_refused(job.run(), name, "is not what it was")
+
+
+@pytest.mark.parametrize(
+    ("head", "counts"),
+    [
+        ("for n, (x, ids) in enumerate(migrator.batches(loader), start=1 + state['step']):", [9, 10, 11, 12]),
+        ("for n, (x, ids) in enumerate(migrator.batches(loader), start=1 + 6 * epoch):", [9, 10, 11, 12]),
+        ("for n, (x, ids) in enumerate(migrator.batches(loader), start=6 * epoch):", "enumerate"),
+        ("for n, (x, ids) in enumerate(migrator.batches(loader), 1):", [3, 4, 5, 6]),
+        ("for n, (x, ids) in enumerate(migrator.batches(loader), start=100 * len(lives)):", "enumerate"),
+        ("for n, (x, ids) in enumerate(chain.from_iterable([migrator.batches(loader)])):", "enumerate"),
+        ("for n, (x, ids) in Counting(iter(migrator.batches(loader))):", "Counting"),
+    ],
+)
+def test_whatever_counts_from_another_number_is_right_or_named(job: Job, head: str, counts: list[int] | str):
+    job.write(f"""
+        from tests.jobs.ground import *
+        from itertools import chain
+        class Counting:
+            def __init__(self, inner):
+                self.inner, self.n = inner, -1
+            def __iter__(self):
+                return self
+            def __next__(self):
+                self.n += 1
+                return self.n, next(self.inner)
+        begin()
+        lives = [1] * (1 + (state["step"] > 0))
+        for epoch in epochs(2):
+            {head}
+                print("count", n)
+                train(x, ids)
+        """)
+    assert job.run(AT="step 8").wait() == 143
+    life = job.run()
+
+    assert life.wait() == 0, life.text
+    if isinstance(counts, str):
+        assert [event["what"] for event in life.events("count_begins_anew")] == [counts]
+    else:
+        assert life.events("count_begins_anew") == []
+        assert [int(i) for i in re.findall(r"^count (\d+)$", life.text, re.MULTILINE)] == counts
+
+
+def test_objects_that_do_things_when_they_are_looked_at(job: Job):
+    """What stands around a loop is found among all objects, and none of them is asked anything."""
+    life = job.write("""
+        from tests.jobs.ground import *
+        import weakref
+        class Node: pass
+        node = Node()
+        proxy = weakref.proxy(node)
+        del node
+        class Lazy:
+            @property
+            def __class__(self):
+                raise RuntimeError("not ready")
+        lazy = Lazy()
+        begin()
+        for x, ids in enumerate(migrator.batches(loader)):
+            pass
+        """).run()
+
+    assert life.wait() == 0, life.text
+
+
 def test_the_first_of_stages_that_look_alike_needs_no_name(job: Job):
     """So far there is only one."""
     life = job.write(STAGES.replace("{name}", "")).run(AT="step 2")
