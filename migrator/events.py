@@ -61,6 +61,7 @@ EVENTS = {
     "batch_unused": "two batches were taken and nothing was computed between them",
     "loops_alike": "loaders that look alike are gone over at one place; a resume could not tell them apart",
     "count_begins_anew": "what stands between batches() and the loop counts from 0 in the middle of an epoch",
+    "loader_not_followed": "a loader is drawn from over several steps without batches(); a resume begins it anew",
     "workers_persist": "what lives on in persistent workers over epochs begins anew after a resume",
     "trained_by_hand": "no optimizer steps; each batch in which a registered tensor changes is a step",
     "epoch_advanced": "set_epoch was not called; the sampler went on to the next epoch by itself",
