@@ -192,7 +192,8 @@ while state["step"] < 9:
     state["step"] += 1
     if state["step"] % 2 == 0:
         with torch.no_grad():
-            sum(model(x).sum() for x, _ in DataLoader(data, batch_size=8))
+            shown = iter(DataLoader(data, batch_size=8))
+            sum(model(x).sum() for x, _ in shown)
     migrator.safe_point()
 """
 
