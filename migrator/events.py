@@ -62,6 +62,7 @@ EVENTS = {
     "loops_alike": "loaders that look alike are gone over at one place; a resume could not tell them apart",
     "loader_too_large": "a loader has more objects than are looked through for generators",
     "count_begins_anew": "what stands between batches() and the loop counts from 0 in the middle of an epoch",
+    "loader_not_followed": "a loader is drawn from over several steps without batches(); a resume begins it anew",
     "workers_persist": "what lives on in persistent workers over epochs begins anew after a resume",
     "trained_by_hand": "no optimizer steps; each batch in which a registered tensor changes is a step",
     "epoch_advanced": "set_epoch was not called; the sampler went on to the next epoch by itself",

@@ -57,6 +57,7 @@ from migrator.signal_file import SignalFile
 from migrator.signal_owner import SignalOwner
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
+from migrator.unfollowed import UnfollowedLoaders
 from migrator.watcher import News
 
 EXIT_WAIT_S = 600.0
@@ -284,6 +285,7 @@ class Life:
         self.gate.leave = self._leaving.leave
         self.gate.install()
         self._workers_seeded_apart = WorkersSeededApart()
+        self._unfollowed = UnfollowedLoaders(self.loops.registered, lambda: self.loops.is_fetching)
         # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
@@ -586,6 +588,8 @@ class Life:
         if not self.loops.is_live:
             self._place.begin_anew()
         self.loops.count_current()
+        if self._is_explicit:
+            self._unfollowed.look()
         self._gradients_at_safe_point = self._gradients()
         self._saver.at_step(self.step)
         self._sigterm.take_back()
@@ -842,6 +846,7 @@ class Life:
         if self._team is not None:
             self._team.close()
         self.gate.remove()
+        self._unfollowed.remove()
         self._workers_seeded_apart.remove()
         self._stop_waiting_for_forward()
         if self._leaving.news is None:

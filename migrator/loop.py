@@ -17,6 +17,7 @@ the same random state, and the batches already trained are drawn again and dropp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -122,7 +123,7 @@ class Loops:
     def __init__(self, training: Training, place: Place, registered: Mapping[str, Any]) -> None:
         self._training = training
         self._place = place
-        self._registered = registered
+        self.registered = registered
         self._live: _Loop | None = None
         self._has_warned = False
         self._looked_around: set[str] = set()
@@ -130,6 +131,8 @@ class Loops:
         """Loops with an `enumerate` that does not begin at 0: perhaps each time at another number."""
         self._call_script: set[str] = set()
         """Loops that functions of the script's stand around."""
+        self.is_fetching = False
+        """A loader is asked for its iterator or a batch, on behalf of the live loop."""
 
     def batches(self, loader: Any, name: str | None) -> Batches[Any]:
         return Batches(loader, self, (name, frames.place_in_script(sys._getframe())))
@@ -145,7 +148,7 @@ class Loops:
             return
         if _is_one_shot(loader):
             raise UsageError(_NO_SECOND_START.format(type(loader).__name__))
-        loop = self._live = _Loop(loader, self._training, self._place, self._registered, called)
+        loop = self._live = _Loop(loader, self._training, self._place, self.registered, called)
         # From here to the end of this block, whatever way it is left, the loop is the live one.
         try:
             yield from self._run(loop, batches, held)
@@ -169,14 +172,17 @@ class Loops:
 
     def _run(self, loop: _Loop, batches: Batches[Any], held: list[Any]) -> Iterator[Any]:
         training = self._training
-        loop.start(frames.loop_in_script(sys._getframe()))
+        at = frames.loop_in_script(sys._getframe())
+        with self._fetching():
+            loop.start(at)
         self._look_around(loop, held[0]())
         mark, unused = training.body_mark(), 0
         while True:
             if training.is_leaving:
                 training.park()
             try:
-                batch = next(loop.iterator)
+                with self._fetching():
+                    batch = next(loop.iterator)
             except StopIteration:
                 loop.over()
                 batches.done = loop.batches_done
@@ -204,6 +210,14 @@ class Loops:
             if unused and not self._has_warned and (loop.has_stepped or self._trains()):
                 self._warn_unused()
             mark = now
+
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        self.is_fetching = True
+        try:
+            yield
+        finally:
+            self.is_fetching = False
 
     def _look_around(self, loop: _Loop, iterator: Any) -> None:
         """What stands between this iteration and the script's loop: may it, and does it know where we are?"""
@@ -238,7 +252,7 @@ class Loops:
             self._live.leave()
 
     def _trains(self) -> bool:
-        return any(isinstance(target, nn.Module) and target.training for target in self._registered.values())
+        return any(isinstance(target, nn.Module) and target.training for target in self.registered.values())
 
     def _warn_unused(self) -> None:
         self._has_warned = True

@@ -52,6 +52,7 @@ FREEZE_S = 0.3
 STEPS = 18
 
 NOT_REACHED: dict[str, str] = {
+    "loader_not_followed": "a line at a safe point; nothing is done on the volume for it",
     "own_of_another_rank": "a line of a load that changes nothing on the volume, as `random_derived`, which is swept",
     "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
     "signal_early": "a life that is told so early touches nothing on the volume: test_early_news.py",

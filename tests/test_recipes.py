@@ -33,7 +33,7 @@ def recipe(name: str) -> str:
 
 
 class Told:
-    """What a script showed over all its lives; a step is trained once, and what was lost on the way is the same again."""
+    """What a script showed over all its lives; a step is trained once, a loss made again is the same."""
 
     def __init__(self) -> None:
         self.trained: dict[tuple[str, int], str] = {}
@@ -173,3 +173,48 @@ def test_a_recipe_resumes_bit_for_bit_on_two_ranks(job: Job, name: str) -> None:
         reference[rank].add(gang[rank])
         assert vars(told[rank]) == vars(reference[rank]), gang.text
     assert told[0].lost != told[1].lost
+
+
+NOT_FOLLOWED = """
+state = {"step": 0}
+migrator.register("model", model)
+migrator.register("optimizer", optimizer)
+migrator.register("sampler", sampler)
+migrator.register("state", state)
+migrator.listening()
+batches = forever(LOOP)
+other = forever(OTHER)
+while state["step"] < 9:
+    (x, y), (u, _) = next(batches), next(other)
+    (F.mse_loss(model(x), y) + model(u).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state["step"] += 1
+    if state["step"] % 2 == 0:
+        with torch.no_grad():
+            shown = iter(DataLoader(data, batch_size=8))
+            sum(model(x).sum() for x, _ in shown)
+    migrator.safe_point()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "other", "count"),
+    [
+        ("loader", "[(torch.ones(1, 4), 0)]", 1),
+        ("migrator.batches(loader)", "DataLoader(data, batch_size=2)", 1),
+        ("migrator.batches(loader)", "[(torch.ones(1, 4), 0)]", 0),
+        ("migrator.batches(Chained())", "[(torch.ones(1, 4), 0)]", 0),
+    ],
+)
+def test_a_loader_that_no_ckpt_knows_the_place_of_is_named(job: Job, loop: str, other: str, count: int) -> None:
+    """Alone or beside another one; not an evaluation, and not loaders inside of what batches() goes over."""
+    chained = (
+        "class Chained:\n    def __len__(self):\n        return 6\n    def __iter__(self):\n        yield from loader\n"
+    )
+    forever = "def forever(loader):\n    while True:\n        yield from loader\n"
+    script = NOT_FOLLOWED.replace("LOOP", loop).replace("OTHER", other)
+    life = job.write(f"from tests.jobs.recipe import *\n{HEAD}\n{chained}\n{forever}\n{script}").run()
+
+    assert life.wait() == 0, life.text
+    assert len(life.events("loader_not_followed")) == count, life.text
