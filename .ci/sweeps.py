@@ -70,7 +70,7 @@ AREAS = [
     Area(
         "what is registered, and the loop",
         r"migrator/(kinds|registry|randomness|sampler|permutation|loop|settings|environment|canary|capture)\.py"
-        r"|migrator/(storable|place|between|replay|frames|iteration|counters)\.py"
+        r"|migrator/(storable|place|between|replay|unfollowed|frames|iteration|counters)\.py"
         r"|tests/jobs/(everything|ground|telling)\.py|tests/test_(no_tear|as_if_nothing|loops)\.py",
         ("as_if_nothing", "ranks_load", "no_tear"),
     ),

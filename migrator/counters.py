@@ -84,6 +84,11 @@ class EpochCounters:
         """Part of every capture."""
         return {name: {"epoch": count.epoch, "is_over": count.is_over} for name, count in self._noted.items()}
 
+    @property
+    def now(self) -> tuple[tuple[str, int], ...] | None:
+        """The epochs that are under way; None if there is none."""
+        return tuple((name, count.epoch) for name, count in self._noted.items() if count.is_live) or None
+
     def load(self, state: Mapping[str, Any]) -> None:
         """What a ckpt holds, perhaps nothing."""
         self._loaded = {name: Count(found["epoch"], found["is_over"]) for name, found in state.items()}

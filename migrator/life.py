@@ -429,6 +429,10 @@ class Life:
         return self.gate.is_leaving or self._sigterm.is_heard
 
     @property
+    def epoch(self) -> object:
+        return self._counters.now
+
+    @property
     def has_unsaved(self) -> bool:
         return self.gate.phase is Phase.DIRTY or self._is_trained_by_hand()
 

@@ -62,6 +62,10 @@ class Training(Protocol):
         """SIGTERM came, even if it has not got about yet."""
 
     @property
+    def epoch(self) -> object:
+        """What `migrator.epochs()` counts; None if it is not used."""
+
+    @property
     def has_unsaved(self) -> bool:
         """Something was trained since the last safe point."""
 
@@ -301,6 +305,8 @@ class _Loop:
         self._resumed_from: tuple[dict[str, Any], dict[str, Any] | None] | None = None
         self._goes_on_after_load = False
         self._at = ""
+        self._began_in = -1
+        """The sampler's epoch."""
         self._batches_left = 0
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
@@ -330,7 +336,7 @@ class _Loop:
             if resumed is None and self._sampler is None:
                 self._makers.check()
             replay.say_what_persists(self._loader, self._makers)
-        alike = place.meets_another(label, self._loader, replay.fingerprint)
+        alike = place.meets_another(label, self._loader, replay.fingerprint, self._epoch)
         if resumed is None:
             is_new_round = place.is_new_round(label)
             self._state = {
@@ -357,7 +363,10 @@ class _Loop:
             self._return_to_origin(resumed["origin"])
             self.iterator = replay.begin(self._loader)
             if self._sampler is None:
+                order = replay.DrawnOrder(self.iterator, self._loader)
                 self._drop(resumed["handed"])
+                order.take_away()
+                self._check_order(order)
                 self._makers.check_shared(self._at_safe_point(resumed))
             # With nothing handed the safe point was right before the iterator was made: what making it drew counts.
             is_at_safe_point = resumed["handed"] > 0
@@ -379,6 +388,7 @@ class _Loop:
                 epoch=sampler.epoch,
                 means="call sampler.set_epoch(epoch) before each epoch",
             )
+        self._began_in = sampler.epoch
         samples = sampler.left()
         whole, rest = divmod(samples, self._batch_size)
         self._batches_left = whole + (rest > 0 and not getattr(self._loader, "drop_last", False))
@@ -413,6 +423,16 @@ class _Loop:
                 f"the ckpt was made by an older version of migrator, in the middle of an epoch of a loader with "
                 f"generators of its own ({self.label.shown}): they were saved in a form that is not read any more. "
                 "Begin the interrupted epoch anew: MIGRATOR_LOOPS=anew."
+            )
+
+    def _check_order(self, order: replay.DrawnOrder) -> None:
+        now = self._place.random_at_safe_point
+        if now is not None and order.is_lost(now):
+            raise UsageError(
+                f"batches(loader) at {self.label.shown}: the sampler draws the order of the samples bit by bit from "
+                "the global random state, and the script draws from that in between, so it cannot be drawn again without "
+                "the script. Give the sampler a generator of its own, or let it draw the whole order when it "
+                "begins; or begin the epoch anew: MIGRATOR_LOOPS=anew."
             )
 
     def _at_safe_point(self, resumed: dict[str, Any]) -> dict[str, Any]:
@@ -496,6 +516,11 @@ class _Loop:
             self.leave()
 
     @property
+    def _epoch(self) -> object:
+        """What tells this epoch from others, if the script says it."""
+        return self._began_in if self._sampler is not None else self._training.epoch
+
+    @property
     def _has_trained(self) -> bool:
         return self.has_stepped or self._is_touched
 
@@ -505,7 +530,7 @@ class _Loop:
     def end(self, *, may_end_workers: bool) -> None:
         """Over, left or broken off."""
         self._place.end(self.label)
-        self._place.let_go(self.label)
+        self._place.let_go(self.label, self._epoch if self._has_trained else None)
         if not self._has_trained and not self._state.get("is_over"):
             if self._resumed_from is not None:
                 self._place.put_back(self.label, *self._resumed_from)

@@ -25,7 +25,7 @@ from migrator.events import log
 
 _ANEW = "To go on with this ckpt as it is, begin the interrupted epoch at its start: MIGRATOR_LOOPS=anew."
 _ALIKE = (
-    "batches(loader) at {shown}: several loaders that look alike ({looks}) were gone over here, and the ckpt was made "
+    "batches(loader) at {shown}: several loops that look alike ({looks}) were here, and the ckpt was made "
     "in the middle of one of them; which one cannot be told. Name them: migrator.batches(loader, name=...). " + _ANEW
 )
 _ELSEWHERE = (
@@ -38,12 +38,14 @@ _ELSEWHERE = (
 class Label:
     """One loop of the script, in every life."""
 
-    def __init__(self, text: str, *, looks: str, shown: str, is_sure: bool) -> None:
+    def __init__(self, text: str, *, looks: str, shown: str, is_named: bool = False, is_sure: bool = False) -> None:
         self.text = text
         self.looks = looks
         self.shown = shown
-        self.is_sure = is_sure
+        self.is_named = is_named
         """The script itself says which loop it is."""
+        self.is_sure = is_sure or is_named
+        """Whichever loader object it is, it is the same one."""
 
     @classmethod
     def of(
@@ -53,12 +55,12 @@ class Label:
         looks = _looks(loader)
         if sampler is not None:
             text = f"sampler {sampler}" if name is None else f"sampler {sampler} {name}"
-            return cls(text, looks=looks, shown=site[1], is_sure=True)
+            return cls(text, looks=looks, shown=site[1], is_named=name is not None, is_sure=True)
         if name is not None:
-            return cls(f"name {name}", looks=looks, shown=site[1], is_sure=True)
+            return cls(f"name {name}", looks=looks, shown=site[1], is_named=True)
         if is_by_hand:
-            return cls(f"next() | {looks}", looks=looks, shown=site[1], is_sure=False)
-        return cls(f"{site[0]} | {looks}", looks=looks, shown=site[1], is_sure=False)
+            return cls(f"next() | {looks}", looks=looks, shown=site[1])
+        return cls(f"{site[0]} | {looks}", looks=looks, shown=site[1])
 
 
 class Place:
@@ -87,7 +89,7 @@ class Place:
             key = f"{label.looks} 0"  # as ckpts of the first form have it
             if key not in self.pending:
                 return None
-        if self.pending[key].get("alike") and not label.is_sure:
+        if self.pending[key].get("alike") and not label.is_named:
             raise UsageError(_ALIKE.format(shown=label.shown, looks=label.looks))
         behind = list(self.pending)
         for other in behind[: behind.index(key)]:
@@ -110,28 +112,35 @@ class Place:
             raise UsageError(_ELSEWHERE.format(shown=label.shown, there=", ".join(left), here=label.text))
         self.pending.clear()
 
-    def meets_another(self, label: Label, loader: Any, data_of: Callable[[Any], str]) -> bool:
-        """Whether another loader has been gone over under this label: one still in use, or one with other data."""
+    def meets_another(self, label: Label, loader: Any, data_of: Callable[[Any], str], epoch: object) -> bool:
+        """Whether another loop has gone by this label: over a loader still in use, over other data, or in this epoch.
+
+        `epoch`: what tells epochs apart, if anything does.
+        """
         met = self._met.setdefault(label.text, _Met())
-        if label.is_sure:
+        if label.is_named:
             return False
         was_alike = met.is_alike
-        met.meet(loader, data_of)
+        if not label.is_sure:
+            met.meet(loader, data_of)
+        met.is_alike |= epoch is not None and met.trained_in == epoch
         if met.is_alike and not was_alike:
             log(
                 "loops_alike",
                 level=logging.WARNING,
                 where=label.shown,
                 loader=label.looks,
-                means="several loaders that look alike are gone over here. If a stop comes in the middle of one, a "
-                "resume cannot tell which it was and is refused: name them, migrator.batches(loader, name=...)",
+                means="several loops that look alike are here: other loaders, or one gone over more than once in an "
+                "epoch. If a stop comes in the middle of one, a resume cannot tell which it was and is refused: name "
+                "them, migrator.batches(loader, name=...)",
             )
         return met.is_alike
 
-    def let_go(self, label: Label) -> None:
-        """A loop has ended: what it went over is not kept alive for its sake."""
+    def let_go(self, label: Label, epoch: object) -> None:
+        """A loop has ended: what it went over is not kept alive for its sake. `epoch`: in which it trained."""
         if label.text in self._met:
             self._met[label.text].let_go()
+            self._met[label.text].trained_in = epoch
 
     def is_new_round(self, label: Label) -> bool:
         return label.text in self.noted or not self.noted
@@ -175,6 +184,8 @@ class _Met:
 
     def __init__(self) -> None:
         self.is_alike = False
+        self.trained_in: object = None
+        """The epoch of the last loop in which something was trained."""
         self._data = ""
         self._weak: weakref.ref[Any] | None = None
         self._held: Any = None

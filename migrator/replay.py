@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from migrator import kinds, tree
+from migrator import kinds, randomness, tree
 from migrator.errors import RegistrationError, UsageError
 from migrator.events import log
 from migrator.sampler import ElasticSampler
@@ -44,6 +44,53 @@ _MOST_OBJECTS = 2000
 _DEEPEST = 12
 _MOST_ITEMS = 64
 _SAMPLED = 256
+
+
+class DrawnOrder:
+    """Stands in for the iterator of a sampler while an epoch is replayed: does it draw as it goes along?
+
+    Then what the loop draws in between belongs to the order, and is not there in a replay.
+    """
+
+    def __init__(self, iterator: Any, loader: Any) -> None:
+        self._drawn: set[str] = set()
+        sampler = getattr(loader, "batch_sampler", None)
+        sampler = getattr(loader, "sampler", None) if sampler is None else sampler
+        inner = getattr(sampler, "sampler", sampler)
+        is_of_torch = all(type(part).__module__.startswith("torch.") for part in (sampler, inner))
+        draws_at_once = is_of_torch and not (isinstance(inner, RandomSampler) and inner.replacement)
+        self._iterator = iterator
+        self._order: Any = getattr(iterator, "_sampler_iter", None)
+        self._is_put = self._order is not None and not draws_at_once and not getattr(loader, "num_workers", 0)
+        self._has_begun = False
+        if self._is_put:
+            iterator._sampler_iter = self
+
+    def __iter__(self) -> DrawnOrder:
+        return self
+
+    def __next__(self) -> Any:
+        before = randomness.capture() if self._has_begun else None
+        self._has_begun = True
+        try:
+            return next(self._order)
+        finally:
+            if before is not None:
+                self._drawn |= _different(before)
+
+    def take_away(self) -> None:
+        if self._is_put:
+            self._iterator._sampler_iter = self._order
+
+    def is_lost(self, at_safe_point: Mapping[str, Any]) -> bool:
+        """What it draws from was drawn from by others as well."""
+        return bool(self._drawn & _different(at_safe_point))
+
+
+def _different(before: Mapping[str, Any]) -> set[str]:
+    """The main process' generators that have moved on."""
+    now = randomness.capture()
+    return {name for name in now if name in before and not _are_equal(now[name], before[name])}
 
 
 class Makers:
@@ -89,12 +136,7 @@ class Makers:
             self.generators[path] = part
             return
         if isinstance(part, (list, tuple, dict)):
-            if orders and depth <= 1:
-                self.plain[path] = part
-            # A long list mostly holds samples.
-            for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-                if len(part) <= _MOST_ITEMS or isinstance(item, (torch_data.Dataset, torch_data.Sampler, *GENERATORS)):
-                    self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth + 1)
+            self._walk_items(path, part, orders=orders, depth=depth)
             return
         if isinstance(part, DataLoader):
             self._walk_chain(f"{path}.", part, depth)
@@ -108,6 +150,14 @@ class Makers:
             if orders and isinstance(item, GENERATORS):
                 self._holders.setdefault(f"{path}.{name}", part)
             self._walk(f"{path}.{name}", item, orders=orders and name != "dataset", depth=depth + 1)
+
+    def _walk_items(self, path: str, part: Any, *, orders: bool, depth: int) -> None:
+        if orders and depth <= 1:
+            self.plain[path] = part
+        # A long list mostly holds samples.
+        for key, item in part.items() if isinstance(part, dict) else enumerate(part):
+            if len(part) <= _MOST_ITEMS or isinstance(item, (torch_data.Dataset, torch_data.Sampler, *GENERATORS)):
+                self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth + 1)
 
     def check(self) -> None:
         """Refuse what cannot be put back, and say where nobody looked."""
@@ -198,6 +248,8 @@ def _listed(paths: Iterable[str]) -> str:
 def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and all(_are_equal(one[key], other.get(key)) for key in one)
+    if isinstance(one, (list, tuple)) and len(one) < 16:
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     if isinstance(one, (Tensor, np.ndarray)):
         return bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
     return bool(one == other)
@@ -286,9 +338,9 @@ def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
     for name, mark in state["marks"].items():
         if isinstance(now.get(name), _LISTED) and _mark(now[name]) != mark:
             raise UsageError(
-                f"batches(loader): {f'{path}.{name}'.rstrip('.')} is not what it was when the interrupted epoch began, and it is not "
-                f"saved, so the order of the samples cannot be made again. Give the {type(part).__name__} state_dict() "
-                "and load_state_dict(), or begin the epoch anew: MIGRATOR_LOOPS=anew."
+                f"batches(loader): {f'{path}.{name}'.rstrip('.')} is not what it was when the interrupted epoch began, "
+                f"and it is not saved, so the order of the samples cannot be made again. Give the {type(part).__name__} "
+                "state_dict() and load_state_dict(), or begin the epoch anew: MIGRATOR_LOOPS=anew."
             )
     for name, value in state["values"].items():
         if now.get(name, _NOT_THERE) != value:

@@ -600,11 +600,15 @@ def test_many_datasets_with_generators_of_their_own(job: Job):
 @pytest.mark.parametrize(
     "loop",
     [
-        "it = iter(migrator.batches(loader))\n            for i, (x, ids) in enumerate(it):\n"
-        "                train(x, ids)\n                if i == 3: break",
-        "try:\n                for i, (x, ids) in enumerate(migrator.batches(loader)):\n"
-        "                    train(x, ids)\n                    if i == 3: raise ValueError\n"
-        "            except ValueError: pass",
+        """it = iter(migrator.batches(loader))
+            for i, (x, ids) in enumerate(it):
+                train(x, ids)
+                if i == 3: break""",
+        """try:
+                for i, (x, ids) in enumerate(migrator.batches(loader)):
+                    train(x, ids)
+                    if i == 3: raise ValueError
+            except ValueError: pass""",
     ],
 )
 def test_a_resumed_loop_that_is_left_in_its_first_batch_is_not_gone_on_with_again(job: Job, loop: str):
@@ -759,6 +763,64 @@ def test_objects_that_do_things_when_they_are_looked_at(job: Job):
         """).run()
 
     assert life.wait() == 0, life.text
+
+
+@pytest.mark.parametrize(
+    ("loader", "epochs"),
+    [
+        ("DataLoader(data, batch_size=4, shuffle=True)", "migrator.epochs(2)"),
+        ("loader", "range(sampler.epoch, 2)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["", ", name=phase"])
+def test_a_loader_that_is_gone_over_twice_in_an_epoch_by_one_line(job: Job, loader: str, epochs: str, name: str):
+    """Which of the two was interrupted only a name can tell."""
+    job.write(f"""
+        from tests.jobs.ground import *
+        loader = {loader}
+        begin()
+        for epoch in {epochs}:
+            for phase in ("warm", "main"):
+                state["epoch"] = epoch
+                sampler.set_epoch(epoch)
+                for x, ids in migrator.batches(loader{name}):
+                    train(x, ids)
+        finish()
+        """)
+    if name and "shuffle" in loader:
+        check(job, ["step 8", "step 20"], samples=None)
+    elif not name:
+        life = job.run(AT="step 8")
+        assert life.wait() == 143
+        assert len(life.events("loops_alike")) == 1
+        assert_refused(job.run(), "which one cannot be told", "name=")
+
+
+def test_an_order_drawn_bit_by_bit_from_the_random_state_of_all(job: Job):
+    """Where the loop draws from the same one, the order is another without the loop; else it is drawn again."""
+    job.write("""
+        import random
+        from tests.jobs.ground import *
+        random.seed(7)
+        class Popping(torch.utils.data.Sampler):
+            def __len__(self):
+                return SAMPLES
+            def __iter__(self):
+                left = list(range(SAMPLES))
+                while left:
+                    yield left.pop(random.randrange(len(left)))
+        begin()
+        for x, ids in migrator.batches(DataLoader(data, batch_size=4, sampler=Popping())):
+            if os.environ.get("DRAWS"):
+                random.random()
+            train(x, ids)
+        finish()
+        """)
+    check(job, ["step 3"], epochs=1)
+
+    job.env["MIGRATOR_JOB"] = "draws"
+    assert job.run(AT="step 3", DRAWS="1").wait() == 143
+    assert_refused(job.run(DRAWS="1"), "draws the order of the samples bit by bit from the global random state")
 
 
 def test_the_first_of_stages_that_look_alike_needs_no_name(job: Job):
