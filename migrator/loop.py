@@ -430,8 +430,8 @@ class _Loop:
         if now is not None and order.is_lost(now):
             raise UsageError(
                 f"batches(loader) at {self.label.shown}: the sampler draws the order of the samples bit by bit from "
-                "the global random state, and the script draws from that in between, so it cannot be drawn again without "
-                "the script. Give the sampler a generator of its own, or let it draw the whole order when it "
+                "the global random state, and the script draws from that in between, so it cannot be drawn again "
+                "without the script. Give the sampler a generator of its own, or let it draw the whole order when it "
                 "begins; or begin the epoch anew: MIGRATOR_LOOPS=anew."
             )
 

@@ -339,8 +339,9 @@ def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
         if isinstance(now.get(name), _LISTED) and _mark(now[name]) != mark:
             raise UsageError(
                 f"batches(loader): {f'{path}.{name}'.rstrip('.')} is not what it was when the interrupted epoch began, "
-                f"and it is not saved, so the order of the samples cannot be made again. Give the {type(part).__name__} "
-                "state_dict() and load_state_dict(), or begin the epoch anew: MIGRATOR_LOOPS=anew."
+                "and it is not saved, so the order of the samples cannot be made again. Give the "
+                f"{type(part).__name__} state_dict() and load_state_dict(), or begin the epoch anew: "
+                "MIGRATOR_LOOPS=anew."
             )
     for name, value in state["values"].items():
         if now.get(name, _NOT_THERE) != value:
