@@ -28,7 +28,9 @@ def lines(path: Path) -> int:
 def test_the_plain_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job: Job) -> None:
     """Stopped twice in mid-epoch, it ends with the weights of the run that was never stopped, every sample once."""
     job.use(PLAIN)
-    whole = job.run("--epochs", "3", "--weights", "whole.pt", MIGRATOR_CKPT=str(job.directory / "whole"))
+    other_pod = job.directory / "other-pod"
+    elsewhere = {"MIGRATOR_CKPT": str(other_pod / "ckpts"), "MIGRATOR_SIGNAL": str(other_pod / "signal")}
+    whole = job.run("--epochs", "3", "--weights", "whole.pt", **elsewhere)
     log = job.directory / "steps.jsonl"
     for step in (20, 70):
         life = job.run("--epochs", "3", "--log", str(log))

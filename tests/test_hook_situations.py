@@ -258,8 +258,9 @@ def test_two_hooks_at_once(pod: Container, job: Job) -> None:
 @pytest.mark.parametrize("where", ["LOADS_LATE", "TRAINS_LATE"])
 def test_a_trainer_that_warms_up_after_a_load(pod: Container, job: Job, where: str) -> None:
     """Nothing was trained since: what it loaded, or is about to load, is what the next life begins with."""
-    training(job)
+    first = training(job)
     before = saved(pod).fields["ckpt"]
+    assert first.wait() == 143, first.text
     life = job.run(**{where: "1"})
     life.wait_for("^waits for")
 
@@ -282,8 +283,9 @@ def test_a_trainer_that_has_trained_nothing(pod: Container, job: Job) -> None:
 
 def test_a_save_that_fails(pod: Container, job: Job) -> None:
     """The reason is told, and which ckpt is still there."""
-    training(job)
+    first = training(job)
     before = saved(pod).fields["ckpt"]
+    assert first.wait() == 143, first.text
     life = training(job, FAIL_COMMIT="the disk is on fire")
 
     why = f"the disk is on fire (the ckpt before is untouched: {before})"
@@ -299,8 +301,9 @@ def test_a_save_that_fails(pod: Container, job: Job) -> None:
 
 def test_the_answer_of_an_earlier_life_is_true_until_the_next_one_listens(pod: Container, job: Job) -> None:
     """Until then nobody has trained anything newer: the job goes on from that ckpt. Then the answer is history."""
-    training(job)
+    first = training(job)
     before = saved(pod)
+    assert first.wait() == 143, first.text
     life = job.run(STARTS_LATE="1", MB="2", MIGRATOR_RESUME="never")
     life.wait_for("^waits for listen")
 

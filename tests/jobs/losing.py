@@ -106,23 +106,27 @@ if migrator.resume:
 print("begins", state["step"], digest(), "own", own["seen"])
 
 until = int(os.environ.get("UNTIL", "1000"))
-for x, ids in migrator.batches(loader):
+for epoch in range(sampler.epoch, 10):
+    sampler.set_epoch(epoch)
+    for x, ids in migrator.batches(loader):
+        if state["step"] == until:
+            break
+        step = state["step"] + 1
+        print("drawn", step)
+        at(f"{step}:drawn")
+        loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for param in model.parameters():
+            if SIZE > 1 and "ALONE" not in os.environ:
+                distributed.all_reduce(param.grad)
+        at(f"{step}:reduced")
+        optimizer.step()
+        state["step"] = step
+        own["seen"] += [RANK, *ids.tolist()]
+        at(f"{step}:stepped")
+        print("trained", step, digest())
     if state["step"] == until:
         break
-    step = state["step"] + 1
-    print("drawn", step)
-    at(f"{step}:drawn")
-    loss = model(x).pow(2).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    for param in model.parameters():
-        if SIZE > 1 and "ALONE" not in os.environ:
-            distributed.all_reduce(param.grad)
-    at(f"{step}:reduced")
-    optimizer.step()
-    state["step"] = step
-    own["seen"] += [RANK, *ids.tolist()]
-    at(f"{step}:stepped")
-    print("trained", step, digest())
 at("after")
 print("ends")
