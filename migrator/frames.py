@@ -11,12 +11,11 @@ import dis
 import functools
 import inspect
 import os
-import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
 
 _PACKAGE = __name__.partition(".")[0]
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_STDLIB = str(Path(os.__file__).parent) + os.sep
 _LIBRARIES = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 
 _LETS_GO = {"POP_TOP", "POP_ITER", "END_FOR"}

@@ -90,7 +90,8 @@ def _superfluous(
     storage: LocalStorage, generation: Generation, kept: list[str], ours: frozenset[int], *, is_full: bool
 ) -> list[str]:
     """What may go, oldest first."""
-    remains = [name for name in lineage.uncommitted(storage, ours) if _age(name) < _age(kept[0])]
+    # What has come further may be committed this very moment, by a life that was thought dead, and would count.
+    remains = [name for name in lineage.uncommitted(storage, ours) if _reach(name) < _reach(kept[0])]
     committed = lineage.furthest_first(storage, generation) if is_full else []
     behind = committed[committed.index(kept[-1]) + 1 :] if kept[-1] in committed else []
     old = [name for name in behind if _age(name)[0] in ours]
@@ -167,3 +168,8 @@ def _make_durable(storage: LocalStorage) -> None:
 
 def _age(name: str) -> tuple[int, int]:
     return parse_ckpt_name(name) or (0, 0)
+
+
+def _reach(name: str) -> tuple[int, int]:
+    generation, step = _age(name)
+    return step, generation

@@ -793,7 +793,9 @@ class Search:
             return None
         except (StorageError, CkptCorrupt) as error:
             raise Broken(f"a new life could not begin: {error}") from error
-        if least is not None and (life.loaded is None or _reach(life.loaded) < _reach(least)):
+        # What lies behind a hole in the records may be none of ours: there the later life comes first.
+        order = _reach if least is None or _age(least)[0] in life.generation.proven else _age
+        if least is not None and (life.loaded is None or order(life.loaded) < order(least)):
             raise Broken(f"{least} was safe, and {life.loaded} was loaded")
         return life
 
@@ -875,6 +877,10 @@ def _check_nothing_is_left(machine: Machine, life: Life, keep: int) -> None:
         # Who dies between claiming a number and using it leaves a hole; behind it nothing is known to be ours.
         names = [name for name in names if _age(name)[0] in life.generation.proven]
         files = {path for path in files if _generation_of(path) in {None, *life.generation.proven}} | expected
+    # A directory that had come further may be committed by a life that was thought dead. It goes once it is passed.
+    furthest = max(map(_reach, names))
+    further = {name for name in lineage.uncommitted(life.storage, life.generation.proven) if _reach(name) > furthest}
+    files = {path for path in files if path.split("/")[1] not in further}
     if files != expected:
         raise Broken(f"left behind: {sorted(files ^ expected)}")
     if len(names) > keep:

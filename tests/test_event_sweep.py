@@ -67,7 +67,7 @@ NOT_REACHED: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("changed_while_copied", "stale_state", "unstorable"),
-        "a line about an object; the save goes on as any other: test_changing_objects.py, test_unstorable.py",
+        "a line about an object; the save goes on as any other: test_other_threads.py, test_unstorable.py",
     ),
     "trained_by_hand": "from there on safe points are made and saved as in any other loop: test_ordinary_scripts.py",
 }

@@ -184,6 +184,19 @@ def test_what_was_never_committed_is_swept(storage: LocalStorage) -> None:
     assert directories(storage) == [name]
 
 
+def test_what_had_come_further_is_not_swept_until_it_is_passed(storage: LocalStorage) -> None:
+    """Its writer may live after all, and commit it this very moment: then it is what the next life goes on from."""
+    live(storage)
+    write(storage, 1, 50)
+    life = live(storage)
+    names = [save(storage, 2, step) for step in (20, 30)]
+    assert retire(storage, life, keep=1) == names[:1]
+    assert directories(storage) == [ckpt_name(1, 50), names[1]]
+    names.append(save(storage, 2, 60))
+    assert retire(storage, life, keep=1) == [ckpt_name(1, 50), names[1]]
+    assert directories(storage) == [names[2]]
+
+
 def test_what_is_being_written_is_not_swept(storage: LocalStorage) -> None:
     """Neither by its name nor by its place above the newest commit."""
     life = live(storage)
