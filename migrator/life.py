@@ -93,8 +93,8 @@ def begin(settings: Settings, registry: Registry) -> Life:
 def _withdraw(file: SignalFile, error: BaseException, *, is_told: bool, grace_s: float) -> None:
     """In the signal file: answer the hook, or take back that this process listens."""
     found = file.read()
-    if found is None:
-        return
+    if found is None or (found.pids and os.getpid() not in found.pids):
+        return  # another process listens, and answers
     if is_told and file.open_request(grace_s) is not None:
         why = f"nothing was trained yet, and listening() failed: {error}"
         file.write(signal_file.INIT, request=found.fields.get("request"), error=why)

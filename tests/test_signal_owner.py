@@ -62,14 +62,17 @@ def test_a_second_process_is_told_and_disturbs_nobody(job: Job, trainer: Process
     assert answer.fields["ckpt"] == job.ckpts()[0]
 
 
-def test_a_second_process_does_not_answer_the_hook(job: Job, trainer: Process) -> None:
+@pytest.mark.parametrize("watches", [False, True], ids=["listens", "watches"])
+def test_a_second_process_does_not_answer_the_hook(job: Job, trainer: Process, watches: bool) -> None:
     """It comes while a request is open: what it would say, nothing was trained, is not the trainer's word."""
+    if watches:
+        job.write(TRAINS.replace("import migrator\n", "import migrator\nmigrator.watch()\n"))
     trainer.kill(signal.SIGSTOP)
     SignalFile(job.signal).write(SAVE, request="r", pids=trainer.pid)
     asked = job.signal.read_text()
     second = job.run()
 
-    assert second.wait() == 1, second.text
+    assert second.wait() == (143 if watches else 1), second.text
     assert job.signal.read_text() == asked
     trainer.kill(signal.SIGCONT)
     assert trainer.wait() == 143, trainer.text
