@@ -49,7 +49,7 @@ from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
 from migrator.registry import Registry
-from migrator.replay import GENERATORS, WorkersSeededApart, restore_generators, state_of
+from migrator.replay import WorkersSeededApart, restore_generators, state_of
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
 from migrator.settings import Settings
@@ -372,7 +372,7 @@ class Life:
         self._place.ranks_changed = loaded.ranks != (1 if self._team is None else self._team.ranks.size)
         self._saver.newest = Saved(loaded.ckpt, loaded.step, loaded.size, 0.0)
         self._saver.went_on_from(loaded.ckpt)
-        generators = {n: state_of(k.target) for n, k in self._registry if isinstance(k.target, GENERATORS)}
+        generators = {n: state_of(k.target) for n, k in self._registry if randomness.is_generator(k.target)}
         self._random_loaded = (loaded.random, generators)
         if loaded.loop is not None:
             self._place.load(loaded.loop, loaded.random, generators, anew=self.settings.loops == "anew")

@@ -283,7 +283,7 @@ class _Loop:
         self._loader = loader
         self._training = training
         self._place = place
-        self._generators = {n: target for n, target in registered.items() if isinstance(target, replay.GENERATORS)}
+        self._generators = {n: target for n, target in registered.items() if randomness.is_generator(target)}
         found = _elastic_sampler(loader, registered)
         self._sampler = None if found is None else registered[found]
         if callable(getattr(loader, "load_state_dict", None)) and any(loader is t for t in registered.values()):

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
+
+
+def is_generator(value: object) -> bool:
+    """Whether random numbers are drawn from it. In a function: numpy loads its random numbers when they are named."""
+    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
 
 
 class _Numpy:
@@ -30,16 +35,13 @@ class _Numpy:
         self._raw = b""
         self._state: dict[str, Any] = {}
 
-    def capture(self) -> dict[str, Any] | None:
-        numpy = sys.modules.get("numpy")
-        if numpy is None:
-            return None
-        generator = numpy.random.mtrand._rand._bit_generator
+    def capture(self) -> dict[str, Any]:
+        generator: Any = np.random.mtrand._rand._bit_generator
         if type(generator).__name__ != "MT19937":
-            return dict(numpy.random.get_state(legacy=False))
+            return dict(np.random.get_state(legacy=False))
         raw = ctypes.string_at(generator.ctypes.state_address, self.RAW_BYTES)
         if raw != self._raw or self._state.get("has_gauss", 1):
-            self._raw, self._state = raw, dict(numpy.random.get_state(legacy=False))
+            self._raw, self._state = raw, dict(np.random.get_state(legacy=False))
         return self._state
 
 
@@ -48,10 +50,7 @@ _numpy = _Numpy()
 
 def capture() -> dict[str, Any]:
     """All random states, as values the typed tree can hold. Does not touch any of them."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy_state = _numpy.capture()
-    if numpy_state is not None:
-        state["numpy"] = numpy_state
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy.capture()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
@@ -66,9 +65,7 @@ def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
         "python": random.Random(seed).getstate(),
     }
     if "numpy" in state:
-        import numpy
-
-        made["numpy"] = dict(numpy.random.RandomState(seed % (1 << 32)).get_state(legacy=False))
+        made["numpy"] = dict(np.random.RandomState(seed % (1 << 32)).get_state(legacy=False))
     return made
 
 
@@ -77,9 +74,7 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state:
-        import numpy
-
-        numpy.random.set_state(state["numpy"])
+        np.random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
         for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(saved, device)

@@ -6,7 +6,6 @@ about a lambda in a scheduler would find out in the last thirty seconds.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator import kinds, manifest, tree
+from migrator import kinds, manifest, randomness, tree
 from migrator.errors import RegistrationError
 from migrator.sampler import ElasticSampler
 from migrator.storable import Storable
@@ -205,10 +204,6 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
-
-
 def _is_stateful(value: Any) -> bool:
     methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
     return not isinstance(value, type) and all(callable(method) for method in methods)
@@ -221,7 +216,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
     (_is_scheduler, kinds.Scheduler),
     (lambda value: isinstance(value, torch.amp.GradScaler), kinds.Scaler),
     (lambda value: isinstance(value, ElasticSampler), kinds.Sampler),
-    (_is_generator, kinds.Generator),
+    (randomness.is_generator, kinds.Generator),
     (_is_stateful, kinds.Stateful),
     (lambda value: isinstance(value, (dict, list, set, deque)), kinds.Container),
     (lambda value: isinstance(value, (Tensor, np.ndarray)), kinds.TensorOrArray),

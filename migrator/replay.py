@@ -32,7 +32,6 @@ from migrator.errors import RegistrationError, UsageError
 from migrator.events import log
 from migrator.sampler import ElasticSampler
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CHAIN = ("dataset", "batch_sampler", "sampler", "generator")
 """The dataset first: samplers hold it too, and there it would be taken for a part of theirs."""
 _LEAVES = (
@@ -132,7 +131,7 @@ class Makers:
             return
         self._seen.add(id(part))
         self._kept.append(part)  # its id stays its own
-        if isinstance(part, GENERATORS):
+        if randomness.is_generator(part):
             self.generators[path] = part
             return
         if isinstance(part, (list, tuple, dict)):
@@ -147,7 +146,7 @@ class Makers:
             else:
                 self.plain[path] = part
         for name, item in _attributes(part).items():
-            if orders and isinstance(item, GENERATORS):
+            if orders and randomness.is_generator(item):
                 self._holders.setdefault(f"{path}.{name}", part)
             self._walk(f"{path}.{name}", item, orders=orders and name != "dataset", depth=depth + 1)
 
@@ -156,7 +155,8 @@ class Makers:
             self.plain[path] = part
         # A long list mostly holds samples.
         for key, item in part.items() if isinstance(part, dict) else enumerate(part):
-            if len(part) <= _MOST_ITEMS or isinstance(item, (torch_data.Dataset, torch_data.Sampler, *GENERATORS)):
+            is_of_data = isinstance(item, (torch_data.Dataset, torch_data.Sampler)) or randomness.is_generator(item)
+            if len(part) <= _MOST_ITEMS or is_of_data:
                 self._walk(f"{path}[{key!r}]", item, orders=orders, depth=depth + 1)
 
     def check(self) -> None:
@@ -360,7 +360,7 @@ def _printed(value: Any, depth: int) -> Any:
         return tuple(value.shape), str(value.dtype), _mark(value)
     if isinstance(value, (list, tuple)):
         return len(value), [_printed(value[i], depth + 1) for i in _spread(len(value), 16)]
-    if depth > 3 or isinstance(value, (*_LEAVES, *GENERATORS, dict)):
+    if depth > 3 or isinstance(value, (*_LEAVES, dict)) or randomness.is_generator(value):
         return type(value).__name__
     return type(value).__name__, {name: _printed(item, depth + 1) for name, item in _attributes(value).items()}
 

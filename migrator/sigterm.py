@@ -28,6 +28,7 @@ while the parent lives SIGINT stays what it was.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -47,6 +48,7 @@ Handler = Callable[[int, "FrameType | None"], None]
 
 _installed: weakref.WeakSet[Sigterm] = weakref.WeakSet()
 _fork = threading.local()
+_TRIES = 5
 _at_fork_is_set = False
 
 
@@ -209,8 +211,8 @@ class Sigterm:
         if self.raise_now is not None and not self.is_exiting:
             self._raise_once(frame)
             return
-        self.is_heard = True
         quieten_sigchld()
+        self.is_heard = True
         try:
             os.write(self._write_fd, bytes([signal.SIGTERM]))
         except OSError:
@@ -316,8 +318,12 @@ def quieten_sigchld() -> None:
     """Loader workers die with the process group; torch's handler would raise in the middle of a step."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    for _ in range(_TRIES):
+        # It may break into these very lines, and is what they are there for.
+        with contextlib.suppress(RuntimeError):
+            if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+                signal.signal(signal.SIGCHLD, lambda number, frame: None)
+            return
 
 
 def _before_fork() -> None:

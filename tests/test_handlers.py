@@ -304,3 +304,33 @@ def test_a_script_that_dumps_its_traceback_at_sigterm_is_saved(job: Job) -> None
 
     assert run.wait() == 143, run.text
     assert len(run.events("committed")) == 1
+
+
+def test_a_loader_worker_that_dies_while_its_signal_is_silenced_does_no_harm(
+    ours: Sigterm, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process group that is stopped: SIGCHLD comes in the very moment in which our handler replaces its handler."""
+
+    def torchs(number: int, frame: FrameType | None) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    getsignal = signal.getsignal
+    worker_died: list[bool] = []
+
+    def getsignal_when_it_dies(number: int) -> Any:
+        if number == signal.SIGCHLD and not worker_died:
+            worker_died.append(True)
+            signal.raise_signal(signal.SIGCHLD)
+        return getsignal(number)
+
+    before = signal.signal(signal.SIGCHLD, torchs)
+    monkeypatch.setattr(signal, "getsignal", getsignal_when_it_dies)
+    try:
+        signal.raise_signal(signal.SIGTERM)
+
+        assert worker_died
+        assert ours.is_heard
+        assert ran == ["before listening()"]
+        signal.raise_signal(signal.SIGCHLD)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
