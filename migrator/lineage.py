@@ -54,6 +54,8 @@ _FROM_THE_START = "from the start"
 _RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
 _NOTE = re.compile(r"([0-9]{6,18})\.from", re.ASCII)
 _RECORD_LIMIT = 1 << 20
+_LOOKS_S = 2.0
+"""A life that looks once more for ckpts is waited for so long, to know what it goes on from."""
 _GRACE_IF_UNREADABLE_S = 30.0
 _GRACE_MAX_S = 3600.0
 
@@ -246,14 +248,16 @@ def go_on(storage: LocalStorage, generation: int, find: Callable[[], list[str]])
     """What this life may load, best first, and a note of what it goes on from.
 
     A life before it that commits later reads the note, and says that this one does not have its ckpt. Without the
-    second look a ckpt could come behind the first one, and its maker look before the note is there.
+    second look a ckpt could come behind the first one, and its maker look before the note is there. Until that look is
+    over the note says so: it may still be found that the ckpt is there.
     """
     found = find()
     while True:
-        note = json.dumps({"from": found[0] if found else None}).encode("ascii")
-        storage.put(_note(generation), note, exclusive=False)
+        note = {"from": found[0] if found else None}
+        storage.put(_note(generation), json.dumps({**note, "looks": True}).encode("ascii"), exclusive=False)
         again = find()
         if again[:1] == found[:1]:
+            storage.put(_note(generation), json.dumps(note).encode("ascii"), exclusive=False)
             return again
         found = again
 
@@ -261,20 +265,32 @@ def go_on(storage: LocalStorage, generation: int, find: Callable[[], list[str]])
 def gone_on_without(storage: LocalStorage, generation: int, ckpt: str) -> str | None:
     """The later life, in words, that has begun and does not have this ckpt; None if there is none.
 
-    One without a note is still looking, and will find it.
+    One without a note is still looking, and will find it. One whose note says that it looks again is waited for.
     """
+    end_s = time.monotonic() + _LOOKS_S
+    while True:
+        later, note = _latest_note(storage, generation)
+        if later is None or note.get("from", "") == ckpt:
+            return None
+        if note.get("looks") is not True or time.monotonic() > end_s:
+            break
+        time.sleep(0.02)
+    origin = note.get("from", "a ckpt that is not known")
+    begun = "began anew" if origin is None else f"went on from {origin!s:.80}"
+    return f"a later life of the job (generation {later}) {begun} and does not have it"
+
+
+def _latest_note(storage: LocalStorage, generation: int) -> tuple[int | None, dict[str, Any]]:
+    """Of the latest life behind this one that has looked for ckpts; empty if it cannot be read."""
     noted = {int(match[1]) for name in storage.list(DIRECTORY) if (match := _NOTE.fullmatch(name))}
     later = max((number for number in noted if number > generation), default=None)
     if later is None:
-        return None
+        return None, {}
     try:
-        origin = json.loads(storage.get(_note(later), limit=_RECORD_LIMIT))["from"]
-    except (StorageError, ValueError, TypeError, KeyError, RecursionError):
-        origin = "a ckpt that is not known"
-    if origin == ckpt:
-        return None
-    begun = "began anew" if origin is None else f"went on from {origin!s:.80}"
-    return f"a later life of the job (generation {later}) {begun} and does not have it"
+        note = json.loads(storage.get(_note(later), limit=_RECORD_LIMIT))
+    except (StorageError, ValueError, RecursionError):
+        note = {}
+    return later, note if isinstance(note, dict) else {}
 
 
 def mark_leaving(storage: LocalStorage, generation: int, grace_s: float) -> None:

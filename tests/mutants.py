@@ -135,8 +135,8 @@ EXPLAINED: dict[str, str] = {
     ),
     "storage._claim_and_rename | os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))"
     " | drop os.O_WRONLY": "nothing is ever written into a claim",
-    "retention._superfluous | remains = [name for name in lineage.uncommitted(storage, ours) if _age(name) < "
-    "_age(kept[0])] | < to <=": "the newest ckpt is committed, so it is not among those that are not",
+    "retention._superfluous | remains = [name for name in lineage.uncommitted(storage, ours) if _reach(name) < "
+    "_reach(kept[0])] | < to <=": "the newest ckpt is committed, so it is not among those that are not",
     "lineage.claim | storage.make_directory(DIRECTORY) | drop call": (
         "put() makes the directory, and what is listed before is empty without one as well"
     ),

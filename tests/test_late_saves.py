@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,38 @@ def test_a_note_that_cannot_be_read_is_no_sign_that_all_is_well(storage: LocalSt
     begin(storage)
     storage.put("generations/000002.from", text, exclusive=False)
     save(storage, 1, 10)
+
+    assert "does not have it" in (gone_on_without(storage, 1, ckpt_name(1, 10)) or "")
+
+
+def note_of_second_life(storage: LocalStorage, **note: object) -> None:
+    storage.put("generations/000002.from", json.dumps(note).encode(), exclusive=False)
+
+
+@pytest.mark.parametrize("origin", [ckpt_name(1, 10), ckpt_name(1, 5), None])
+def test_a_life_that_looks_once_more_is_waited_for(
+    storage: LocalStorage, origin: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its note says before may still be mended: the ckpt came between its two looks."""
+    begin(storage)
+    begin(storage)
+    save(storage, 1, 10)
+    note_of_second_life(storage, looks=True, **{"from": ckpt_name(1, 5)})
+    monkeypatch.setattr(time, "sleep", lambda _: note_of_second_life(storage, **{"from": origin}))
+
+    late = gone_on_without(storage, 1, ckpt_name(1, 10))
+    assert (late is None) == (origin == ckpt_name(1, 10))
+
+
+def test_a_life_that_died_while_it_looked_is_not_waited_for_long(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would have found is not known: that is not said to be well."""
+    begin(storage)
+    begin(storage)
+    save(storage, 1, 10)
+    note_of_second_life(storage, looks=True, **{"from": ckpt_name(1, 5)})
+    monkeypatch.setattr("migrator.lineage._LOOKS_S", 0.05)
 
     assert "does not have it" in (gone_on_without(storage, 1, ckpt_name(1, 10)) or "")
 
