@@ -27,6 +27,7 @@ import enum
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 Point = tuple[int, int]
@@ -93,8 +94,18 @@ class Board:
     def of(lines: Iterable[Line]) -> Board:
         return Board(tuple(lines))
 
+    @cached_property
+    def _by(self) -> dict[str, list[Line]]:
+        found: dict[str, list[Line]] = {}
+        for line in self.lines:
+            found.setdefault(line.what, []).append(line)
+        return found
+
+    def named(self, what: str) -> list[Line]:
+        return self._by.get(what, [])
+
     def said(self, what: str, ballot: int = 0) -> list[Line]:
-        return [line for line in self.lines if line.what == what and line.ballot == ballot]
+        return [line for line in self.named(what) if line.ballot == ballot]
 
     @property
     def news(self) -> Line | None:
@@ -116,7 +127,7 @@ class Board:
 
     def out(self) -> set[int]:
         """Whom nobody has to wait for: who ended, and who goes on alone."""
-        return {line.rank for line in self.lines if line.what in ("bye", "alone")}
+        return {line.rank for what in ("bye", "alone") for line in self.named(what)}
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,16 @@ from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed
 from migrator.events import log
 from migrator.leaving import Leaving, Outcome
+from migrator.pace import ATTEMPTS
 from migrator.progress import Progress
 from migrator.ranks import Ranks
 from migrator.saver import FAILED_AGAIN_S, TICK_S, Saver, Ticket
 from migrator.saving import Attempt, GivenUp, Saved, Workshop, failed_text
 from migrator.settings import Every, Settings
 from migrator.signal_file import SignalFile
-from migrator.together import Missed, NothingToSave, Together, info_of
+from migrator.together import Missed, NothingToSave, Together, info_of, order
 from migrator.watcher import News
 
-_AHEAD_S = 0.4
-"""A save that all ranks make is told so long before, in steps."""
-_MISSES = 5
-"""A periodic save that a rank missed is ordered again at once, so often."""
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
 _AGENT_MARGIN_S = 1.0
@@ -144,8 +141,7 @@ class JointSaver(Saver):
 
     def _order(self, target: Point) -> bool:
         """Have all ranks save this safe point; False if this one can not any more, or need not."""
-        self._ranks.hurry()
-        self._ranks.post(Line("order", self._ranks.rank, point=target), timeout_s=0)
+        self._ranks.post(order(target, self._ranks.rank), timeout_s=0)
         return self._hear_order(target)
 
     def _hear_order(self, target: Point) -> bool:
@@ -160,6 +156,7 @@ class JointSaver(Saver):
                 self._together.miss(target, self._why_not(target))
                 return False
             self._targets.add(target)
+            self._ranks.hurry()  # whoever waits for this rank is to see that it lives, also in a long step
             gate.announce()
             gate.hold(min(self._targets))
             self._cond.notify_all()
@@ -204,7 +201,8 @@ class JointSaver(Saver):
         since_s, step = self._pace or (time.monotonic(), now_step)
         per_s = (now_step - step) / max(0.001, time.monotonic() - since_s)
         self._next_s = self._interval_end()
-        self._order((now_step + max(2, math.ceil(per_s * _AHEAD_S)), 0))
+        ahead_s = self._ranks.pace.ahead_s(min(self._misses, ATTEMPTS))
+        self._order((now_step + max(2, math.ceil(per_s * ahead_s)), 0))
 
     def _save_with_others(self, target: Point) -> tuple[Saved | None, Exception | None]:
         try:
@@ -221,7 +219,7 @@ class JointSaver(Saver):
             return None, SaveFailed("the save was given up: the pod is leaving and the newest step is saved instead")
         except Missed as missed:
             self._misses += 1
-            if self._misses <= _MISSES and self._ranks.rank == 0:
+            if self._ranks.rank == 0 and self._misses % (ATTEMPTS + 1):  # else at its next time
                 log("save_retry", level=logging.INFO, why=missed, after_s=0.0)
                 if not self._shop.gate.is_closed:
                     self._order_ahead()
@@ -268,6 +266,7 @@ class JointSaver(Saver):
 
         def on_block(done: int, total: int) -> None:
             self._leaving.advanced_s = time.monotonic()
+            self._ranks.advanced += 1
             progress(done, total)
             self.for_hook(done, total)
             if done == total:
@@ -331,6 +330,8 @@ class JointSaver(Saver):
         """After the answer: leaving too early would hurt somebody else."""
         ranks, leaving = self._ranks, self._leaving
         assert leaving.news is not None
+        if self._pod.serves_store:
+            ranks.follow("leave")
         ranks.post(Line("out", ranks.rank), timeout_s=0.2)
         if self._pod.serves_store:
             # Who has not heard of the decision yet finds it in the store, which ends with this process.

@@ -48,6 +48,7 @@ from migrator.lookout import BEHIND_S, Lookout
 from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
+from migrator.ranks import Once
 from migrator.registry import Registry
 from migrator.replay import WorkersSeededApart, restore_generators, state_of
 from migrator.saver import Saver
@@ -322,7 +323,9 @@ class Life:
         self._leaving.note_script_knows()
         if self._team is not None:
             # Ranks often pass a flag of their own around, so all of them may end early.
-            self._team.ranks.post(Line("heard", self._team.ranks.rank), timeout_s=0)
+            line = Line("heard", self._team.ranks.rank)
+            said = Once(line, "heard", lambda lines: any(other.what == "heard" for other in lines))
+            self._team.ranks.post(said, timeout_s=0)
 
     def is_leaving_for_script(self) -> bool:
         """`migrator.is_leaving`."""

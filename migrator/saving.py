@@ -176,6 +176,12 @@ class Attempt:
         self._exchange = shop.exchange or OnStorage(shop.storage)
         self.name = ckpt_name(shop.generation.number, capture.step)
 
+    @property
+    def position(self) -> int:
+        """How many members come before this rank."""
+        members, rank = self._members, self._shop.rank
+        return members.index(rank) if rank in members else len(members)
+
     def run(self) -> Saved:
         """All of it, for a job of one process."""
         standing = self.standing()

@@ -139,6 +139,9 @@ class Exchange(Protocol):
 
     def is_committed(self, ckpt: str) -> bool: ...
 
+    def forget(self, ckpt: str) -> None:
+        """It is committed: what was put there for it may go."""
+
 
 class OnStorage:
     """Beside the parts: needs nothing but the root that all ranks see."""
@@ -161,6 +164,9 @@ class OnStorage:
 
     def is_committed(self, ckpt: str) -> bool:
         return NAME in self._storage.list(ckpt)
+
+    def forget(self, ckpt: str) -> None:
+        pass  # retention takes the records with the ckpt
 
 
 class Gathering:

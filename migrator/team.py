@@ -11,15 +11,18 @@ every byte of it; one that a single rank cannot use is used by none.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from migrator import environment, lineage, loading
+import xxhash
+
+from migrator import environment, errors, lineage, loading
 from migrator.agreement import Line
 from migrator.errors import (
     CkptCorrupt,
@@ -48,6 +51,8 @@ BYE_S = 2.0
 LOAD_S = 1800.0
 """A rank that has loaded waits so long for the others to have done so too."""
 _SEE_S = 2.0
+_MEETING = "meeting"
+_FOR_EVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,6 @@ class Team:
     """This rank among the others."""
 
     welcome: Welcome
-    pod = Pod()
 
     def __init__(self, ranks: Ranks, settings: Settings, registry: Registry, storage: LocalStorage) -> None:
         self.ranks = ranks
@@ -91,6 +95,9 @@ class Team:
         self._loads = 0
         self.pids: list[int] = []
         """The ranks in this pod."""
+        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Known from the beginning: whatever goes wrong, the store ends last.
+        self.pod = Pod(serves_store=ranks.rank == 0 and not agent_serves, has_agent="TORCHELASTIC_RUN_ID" in os.environ)
         ranks.start()
 
     @property
@@ -119,28 +126,27 @@ class Team:
         own = self._registry.own
         registered = {name: kind.kind + (" (own)" if name in own else "") for name, kind in self._registry}
         taken = SignalOwner(self._settings.signal).other()
-        ranks.tell("hello", {**here(self._settings.signal), "registered": registered, "taken": taken})
-        hellos = ranks.gather("hello", "each rank has to call listening() once")
-        self._find_pod(hellos)
-        self._check_signal_files(hellos)
-        self._check_registered({rank: hello["registered"] for rank, hello in hellos.items()})
-        if ranks.rank == 0:
-            try:
-                self.welcome = begin({"ranks": ranks.size, "nonce": ranks.nonce})
-            except Exception as error:
-                ranks.tell("welcome", {"error": f"{type(error).__name__}: {error}"})
-                raise
-            ranks.tell("welcome", self.welcome.to_json())
-        else:
-            found = ranks.gather("welcome", "rank 0 begins the generation", of={0})[0]
-            if "error" in found:
-                raise RanksError(f"rank 0 could not begin: {found['error']}")
+        mine = here(self._settings.signal)
+        # Before the hello: when rank 0 has all hellos, each rank finds those of its pod.
+        pod = f"pod/{xxhash.xxh3_64_hexdigest(repr(_pod(mine)).encode())}"
+        ranks.tell("here", mine, topic=pod)
+        ranks.tell("hello", {**mine, "registered": registered, "taken": taken}, topic=_MEETING)
+
+        def welcome(hellos: dict[int, Any]) -> Any:
+            self._check_signal_files(hellos)
+            self._check_registered({rank: hello["registered"] for rank, hello in hellos.items()})
+            self.welcome = begin({"ranks": ranks.size, "nonce": ranks.nonce})
+            return self.welcome.to_json()
+
+        found = self._agreed("hello", _MEETING, welcome, "each rank has to call listening() once")
+        if ranks.rank != 0:
             self.welcome = Welcome.of(found)
-        ranks.tell("sees", self._sees_root())
-        sees = ranks.gather("sees", "each rank looks whether it sees the root")
+        self._find_pod(ranks.said_in(pod))
+        ranks.tell("sees", self._sees_root(), topic=_MEETING)
+        sees: dict[str, bool] = self._agreed("sees", _MEETING, dict, "each rank looks whether it sees the root")
         self._is_shared = all(sees.values())
         if not self._is_shared and ranks.rank == 0:
-            blind = ",".join(str(rank) for rank, does in sees.items() if not does)
+            blind = ",".join(rank for rank, does in sees.items() if not does)
             log(
                 "roots_apart",
                 level=logging.WARNING,
@@ -149,6 +155,36 @@ class Team:
                 means="rank 0 writes and reads for all; should its pod be lost without notice, so are its ckpts. "
                 "Mount one volume for all pods, or set MIGRATOR_CKPT to one",
             )
+
+    def _agreed(
+        self,
+        what: str,
+        topic: str,
+        sum_up: Callable[[dict[int, Any]], Any],
+        why: str,
+        *,
+        at_most_s: float = _FOR_EVER,
+    ) -> Any:
+        """What rank 0 makes of what all ranks said, on all ranks; or there the error that it made of it.
+
+        So each rank reads one line, however many there are.
+        """
+        ranks, answer = self.ranks, f"{what}: all"
+        if ranks.rank:
+            found = ranks.gather(answer, f"rank 0 has to answer: {why}", of={0}, at_most_s=at_most_s)[0]
+            if "error" not in found:
+                return found["answer"]
+            kind = getattr(errors, found["error"], None)
+            if isinstance(kind, type) and issubclass(kind, MigratorError):
+                raise kind(found["text"])
+            raise RanksError(f"rank 0 could not go on: {found['error']}: {found['text']}")
+        try:
+            summed = sum_up(ranks.gather(what, why, topic=topic, at_most_s=at_most_s))
+        except Exception as error:
+            ranks.tell(answer, {"error": type(error).__name__, "text": str(error)})
+            raise
+        ranks.tell(answer, {"answer": summed})
+        return json.loads(json.dumps(summed))
 
     def _check_signal_files(self, hellos: dict[int, Any]) -> None:
         for rank, hello in hellos.items():
@@ -176,9 +212,7 @@ class Team:
         pod = {rank: hello["pid"] for rank, hello in hellos.items() if _pod(hello) == _pod(mine)}
         lower = tuple(pid for rank, pid in pod.items() if rank < self.ranks.rank)
         self.pids = list(pod.values())
-        has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-        agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.pod = Pod(len(lower), lower, self.ranks.rank == 0 and not agent_serves, has_agent)
+        self.pod = replace(self.pod, position=len(lower), lower_pids=lower)
 
     def _sees_root(self) -> bool:
         """Whether this rank finds the very record that rank 0 has just made, and can write beside it."""
@@ -239,17 +273,15 @@ class Team:
             error, bad = found, str(found)
         except Exception as found:
             error, fatal = found, f"{type(found).__name__}: {found}"
-        self.ranks.tell(what, {"bad": bad, "fatal": fatal})
-        votes = self.ranks.gather(what, "each rank has to call load_ckpt()", at_most_s=LOAD_S)
+        self.ranks.tell(what, {"bad": bad, "fatal": fatal}, topic=what)
+        verdict = self._agreed(what, what, _worst, "each rank has to call load_ckpt()", at_most_s=LOAD_S)
         self.ranks.relax()
         if fatal and error is not None:
             raise error
-        for rank, vote in votes.items():
-            if vote["fatal"]:
-                raise CkptMismatch(f"rank {rank} could not load {name}: {vote['fatal']}")
-        for rank, vote in votes.items():
-            if vote["bad"]:
-                raise error or CkptCorrupt(f"rank {rank} found {vote['bad']}")
+        if verdict["fatal"]:
+            raise CkptMismatch(f"rank {verdict['rank']} could not load {name}: {verdict['fatal']}")
+        if verdict["bad"]:
+            raise error or CkptCorrupt(f"rank {verdict['rank']} found {verdict['bad']}")
         assert loaded is not None
         return loaded
 
@@ -257,7 +289,7 @@ class Team:
         """Rank 0 reads; manifest and tensors reach the others through store and process group."""
         from torch import distributed
 
-        ranks, key = self.ranks, f"migrator/{self.ranks.nonce}/{what}"
+        ranks, key = self.ranks, self.ranks.key(what)
         tensors: dict[str, Any] = {}
         if ranks.rank == 0:
             try:
@@ -273,16 +305,26 @@ class Team:
         found = ranks.gather(f"{what} read", "rank 0 reads the ckpt", of={0}, at_most_s=LOAD_S)[0]
         if "bad" in found:
             raise CkptCorrupt(f"rank 0 found {found['bad']}")
-        if ranks.rank != 0:
-            data = ranks.call(lambda store: store.get(key), timeout_s=LOAD_S)
-            if data is None:
-                gone = "ended" if ranks.is_lost else "did not answer"
-                raise RanksError(f"the job's store {gone} while the ckpt was handed over")
-            manifest = Manifest.from_bytes(data)
-            tensors = loading.made(found["tensors"])
+        try:
+            if ranks.rank != 0:
+                data = ranks.call(lambda store: store.get(key), timeout_s=LOAD_S)
+                if data is None:
+                    gone = "ended" if ranks.is_lost else "did not answer"
+                    raise RanksError(f"the job's store {gone} while the ckpt was handed over")
+                manifest = Manifest.from_bytes(data)
+                tensors = loading.made(found["tensors"])
+        except Exception:
+            ranks.tell(f"{what} ready", False, topic=what)
+            raise
         # From here on all ranks do the same, or none: a collective knows no way back.
-        ranks.tell(f"{what} ready", True)
-        ranks.gather(f"{what} ready", "each rank makes room for the ckpt", at_most_s=LOAD_S)
+        ranks.tell(f"{what} ready", True, topic=what)
+        ready: dict[str, bool] = self._agreed(
+            f"{what} ready", what, dict, "each rank makes room for the ckpt", at_most_s=LOAD_S
+        )
+        if ranks.rank == 0:
+            ranks.later(lambda store: store.delete_key(key))
+        if not all(ready.values()):
+            raise RanksError(f"not all ranks could make room for {name}")
         group = distributed.new_group(backend="gloo")
         for tensor in tensors.values():
             distributed.broadcast(loading.as_bytes(tensor), src=0, group=group)
@@ -296,6 +338,9 @@ class Team:
         """The script has ended; nobody has to wait for this rank."""
         # Who serves the store ends as soon as it has read this line, maybe while this rank still looks for others.
         self.ranks.is_done = True
+        if self.pod.serves_store:
+            self.ranks.follow("leave")
+            self.ranks.hurry()
         self.ranks.post(Line("bye", self.ranks.rank), timeout_s=0.5)
         end_s = time.monotonic() + BYE_S
         while self.pod.serves_store and not self.ranks.is_lost and time.monotonic() < end_s:
@@ -316,5 +361,14 @@ class Team:
         self.ranks.close()
 
 
-def _pod(hello: dict[str, Any]) -> tuple[str, str]:
+def _worst(votes: dict[int, dict[str, str]]) -> dict[str, Any]:
+    """Of all that was said of a ckpt what keeps it from being used, if anything does."""
+    for kind in ("fatal", "bad"):
+        for rank, vote in votes.items():
+            if vote[kind]:
+                return {"rank": rank, "fatal": "", "bad": "", kind: vote[kind]}
+    return {"rank": 0, "fatal": "", "bad": ""}
+
+
+def _pod(hello: Mapping[str, Any]) -> tuple[str, str]:
     return hello["container"], hello["signal"]

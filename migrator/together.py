@@ -19,30 +19,26 @@ from functools import partial
 from typing import Any
 
 from migrator import agreement
-from migrator.agreement import Act, Decision, Line, Point, Self, View
+from migrator.agreement import Act, Board, Decision, Line, Point, Self, View
 from migrator.capture import Capture
 from migrator.errors import SaveFailed, StorageError
 from migrator.events import log
 from migrator.leaving import Leaving
 from migrator.lineage import whole
 from migrator.manifest import ckpt_name
-from migrator.ranks import STALE_S, Ranks
+from migrator.pace import GONE_S, Pace
+from migrator.ranks import FEW, Once, Ranks, claim_of
 from migrator.saving import Attempt, GivenUp, Saved, Unclean, Workshop, failed_text
 from migrator.sharing import Gathering, OnStorage
 
 _TICK_S = 0.015
-_LOOK_S = 0.02
-"""So often storage is asked what others have written."""
-_WINDOW_S = 2.0
-_WINDOW_SHARE = 0.1
-_PATIENCE_SHARE = 0.25
-"""Of the time left, so much is spent on getting to the target."""
-_STATES_SHARE = 0.4
-"""Of the time left, so much is spent on waiting for what is other ranks' own."""
-_STAGGER_S = 0.3
-_GO_ON_WAIT_S = 60.0
-"""A save that is not the last one is given up when nothing new came from the other ranks for so long."""
+_LATE_S = 2.0
+"""So long past the deadline, what was begun may still come to an end."""
+_STORE_GONE_S = 2.0
+"""With the store gone, what others were about to write is waited for so long."""
 _RETRY_S = 0.25
+_KEPT_ENDS = 64
+"""Of so many saves that went on it stays in the store how they ended."""
 
 MakeAttempt = Callable[[Capture, bool, tuple[int, ...]], Attempt]
 
@@ -62,7 +58,12 @@ class ThroughStore:
         self._ranks = ranks
 
     def _key(self, ckpt: str, rank: int) -> str:
-        return f"migrator/{self._ranks.nonce}/record/{ckpt}/{rank}"
+        return self._ranks.key(f"record/{ckpt}/{rank}")
+
+    def forget(self, ckpt: str) -> None:
+        """It is committed: its manifest has what the records said."""
+        keys = [self._key(ckpt, rank) for rank in range(self._ranks.size)]
+        self._ranks.later(lambda store: [store.delete_key(key) for key in keys])
 
     def put(self, ckpt: str, rank: int, data: bytes) -> None:
         key = self._key(ckpt, rank)
@@ -95,6 +96,7 @@ class Together:
         self._make_attempt = make_attempt
         self.note_unclean: Callable[[list[str], int, str], None] = lambda names, step, why: None
         self._has_told_unlike = False
+        self._ends: list[str] = []
         self.committed: str | None = None
         """The newest ckpt that this very rank committed: it is the one to clean up behind it."""
         self._begin()
@@ -114,6 +116,7 @@ class Together:
         """Agree, save, commit. Raises `SaveFailed`, `StorageError` or `NothingToSave`."""
         self._begin()
         self._ranks.hurry()
+        self._ranks.left_s = lambda: self._leaving.left_s
         me = Self(self._ranks.rank, has_news=True)
         failure: StorageError | None = None
         retry_s = _RETRY_S
@@ -127,7 +130,7 @@ class Together:
                     raise SaveFailed("the script ended before it reached a safe point")
                 raise NothingToSave
             is_writing = act is Act.SHARE or (act is Act.COMMIT and self._shop.writes)
-            is_late = self._leaving.left_s < -_WINDOW_S and not is_writing
+            is_late = self._leaving.left_s < -_LATE_S and not is_writing
             if act is Act.WAIT or failure is not None or is_late:
                 self._give_up_if_hopeless(me, view, failure)
                 self._ranks.wait(_TICK_S)
@@ -247,6 +250,7 @@ class Together:
     def _tell_committed(self, name: str) -> None:
         if self._shop.exchange is not None:
             self._ranks.post(Line("saved", self._ranks.rank, info=json.dumps({"ckpt": name})))
+            self._shop.exchange.forget(name)
 
     def _unclean(self, me: Self, act: Act, error: Unclean) -> Self:
         if self._capture is not None:
@@ -271,7 +275,7 @@ class Together:
             self._since.setdefault("news", now_s)
         if decision is not None:
             self._since.setdefault("decision", now_s)
-            self._since.setdefault("patience", now_s + _PATIENCE_SHARE * max(0.0, self._leaving.left_s))
+            self._since.setdefault("patience", now_s + self._pace.patience_s(self._leaving.left_s))
         target = me.reach if me.is_alone else (decision.target if decision else None)
         self._look(me, decision, target)
         return View(
@@ -280,31 +284,66 @@ class Together:
             is_committed=self._was_committed,
             is_complete=me.has_shared and self._is_complete(),
             is_at_target=target is not None and self._shop.gate.is_at(target),
-            window_is_over=now_s > self._since.get("news", now_s) + self._window_s(),
+            window_is_over=self._is_window_over(board, me, now_s),
             help_is_due=self._shop.writes
+            and self._collects()
             and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s)
             and not self._gives_way(),
             patience_is_over=now_s > self._since.get("patience", now_s),
         )
 
-    def _window_s(self) -> float:
+    @property
+    def _pace(self) -> Pace:
+        return self._ranks.pace
+
+    def _is_window_over(self, board: Board, me: Self, now_s: float) -> bool:
+        """Whether to decide without those who have not reported: nobody waits long for who shows no sign of life."""
         news = self._leaving.news
-        return min(_WINDOW_S, _WINDOW_SHARE * (news.grace_s if news else 30.0))
+        since_s, grace_s = self._since.get("news", now_s), news.grace_s if news else 30.0
+        if now_s <= since_s + self._pace.window_s(grace_s) or not self._decides(now_s - since_s, grace_s):
+            return False
+        if now_s > since_s + self._pace.window_end_s(grace_s):
+            return True
+        silent = set(range(self._ranks.size)) - board.reaches(me.ballot).keys() - board.out()
+        return not any(map(self._ranks.is_alive_there, silent))
+
+    def _decides(self, waited_s: float, grace_s: float) -> bool:
+        """Of many ranks the first decides; the others come after it, one by one."""
+        rank = self._ranks.rank
+        if self._ranks.size > FEW and rank:
+            stand_in_s = self._pace.window_end_s(grace_s) + self._pace.stand_in_s(rank)
+            if waited_s < stand_in_s:
+                return False
+        self._ranks.follow("leave")
+        return self._ranks.has_read("leave")
+
+    def _collects(self) -> bool:
+        """Of many ranks the first one with a share looks what all have written; the others come after it."""
+        if self._attempt is None:
+            return False
+        position = self._attempt.position
+        shared_s = self._since.get("shared", float("inf"))
+        if self._ranks.size > FEW and time.monotonic() < shared_s + self._pace.stand_in_s(position):
+            return False
+        self._ranks.follow("leave")
+        return self._ranks.has_read("leave")
 
     def _look(self, me: Self, decision: Decision | None, target: Point | None) -> None:
         """At storage, now and then: is it committed, and what have the others written?"""
         now_s = time.monotonic()
         if now_s < self._next_look_s or target is None or not (me.is_trained or (decision and decision.is_trained)):
             return
-        self._next_look_s = now_s + _LOOK_S
+        collects = self._collects()
+        self._next_look_s = now_s + self._pace.look_on_storage_s(leads=collects)
         try:
             points = {target} | ({decision.target} if decision and decision.target else set())
             self._was_committed = any(self._is_committed(ckpt_name(self._number, p[0])) for p in points)
-            if me.has_shared and self._attempt is not None:
+            if me.has_shared and self._attempt is not None and collects:
                 before = len(self._gathering.records) if self._gathering else 0
                 self._gathering = self._attempt.look()
                 if len(self._gathering.records) > before:
                     self._leaving.advanced_s = now_s
+                    self._ranks.advanced += 1
                 self._tell_unlike(self._gathering)
         except StorageError as error:
             log("storage_warning", level=logging.WARNING, why=error)
@@ -327,13 +366,13 @@ class Together:
         # All see it at about the same time: the lowest rank first.
         position = list(gathering.alike()).index(self._ranks.rank)
         first_s = self._since.setdefault("complete", now_s)
-        return position == 0 or now_s > first_s + _STAGGER_S + 0.05 * position
+        return now_s >= first_s + self._pace.stand_in_s(position)
 
     def _others_end_s(self) -> float:
         """So long other ranks may take for what this one waits for."""
         shared_s = self._since["shared"]
-        until_s = self._since.setdefault("states", shared_s + _STATES_SHARE * max(0.0, self._leaving.left_s))
-        return min(until_s, shared_s + _WINDOW_S) if self._ranks.is_lost else until_s
+        until_s = self._since.setdefault("states", shared_s + self._pace.states_s(self._leaving.left_s))
+        return min(until_s, shared_s + _STORE_GONE_S) if self._ranks.is_lost else until_s
 
     def _gives_way(self) -> bool:
         """The lowest rank holds other tensors than this one: its own are saved for all, unless it is lost."""
@@ -449,6 +488,8 @@ class Together:
         Raises `Missed` if another rank cannot, `GivenUp` if news of leaving come.
         """
         self._begin()
+        self._ranks.hurry()
+        start_s = time.monotonic()
         gate, self._capture = self._shop.gate, capture
         every = tuple(range(self._ranks.size))
         members = (0,) if self._shop.exchange is not None or self._ranks.lines("apart") else every
@@ -471,30 +512,27 @@ class Together:
             raise
         finally:
             self._release()
-        self._ranks.hurry()
         try:
-            return self._meet(target, attempt)
+            return self._meet(target, attempt, self._pace.stall_s(time.monotonic() - start_s))
         except (GivenUp, Missed):
             raise
         except Exception as error:
             self.miss(target, failed_text(error))
             raise
 
-    def _meet(self, target: Point, attempt: Attempt) -> Saved:
-        known_ranks, since_s = {self._ranks.rank}, time.monotonic()
+    def _meet(self, target: Point, attempt: Attempt, stall_s: float) -> Saved:
+        """Until rank 0 has what all have written, and has committed it. As long as anybody writes, nobody gives up."""
+        leads = self._ranks.rank == 0
+        known, moved, moved_s = {self._ranks.rank}, -1, time.monotonic()
         while True:
             if attempt.is_committed():
                 return Saved(attempt.name, target[0], 0, 0.0)
-            if self._shop.writes and self._ranks.rank == 0:
+            if leads:
                 gathering = attempt.look()
                 self._tell_unlike(gathering)
                 if len(gathering.records) == self._ranks.size and not gathering.missing():
-                    saved = attempt.commit()
-                    self.committed = saved.ckpt
-                    self._tell_committed(saved.ckpt)
-                    return saved
-                if gathering.records.keys() > known_ranks:
-                    known_ranks, since_s = set(gathering.records), time.monotonic()
+                    return self._commit_unless_missed(target, attempt)
+                known = set(gathering.records)
                 if gathering.unlike():
                     self.miss(target, "ranks hold different tensors; rank 0 writes all from now on")
             if self._leaving.news is not None:
@@ -502,21 +540,52 @@ class Together:
             why = self.missed(target)
             if why is not None:
                 raise Missed(why)
-            # Whoever serves the store has ended, and has committed just before, or never will; nor will the dead.
-            wait_s = _WINDOW_S if self._ranks.is_lost else _GO_ON_WAIT_S
-            waits_for = set(range(self._ranks.size)) - known_ranks if self._ranks.rank == 0 else {0}
-            is_dead = not self._ranks.is_lost and not all(map(self._ranks.is_alive_there, waits_for))
-            waited_s = time.monotonic() - since_s
-            if waited_s > wait_s or (is_dead and waited_s > STALE_S):
-                who = f"rank {', '.join(map(str, sorted(waits_for)))}" if waits_for else "the share of some rank"
-                why = "shows no sign of life" if is_dead else f"was waited for {waited_s:.0f} s"
-                what = "has not written what belongs to" if self._ranks.rank == 0 else "has not committed"
-                raise SaveFailed(f"{who} {what} step {target[0]} and {why}")
-            self._ranks.wait(_LOOK_S)
+            waits_for = set(range(self._ranks.size)) - known if leads else {0}
+            # Rank 0 shows the others that somebody whom it waits for goes on.
+            moves, before = len(known) + sum(map(self._ranks.advanced_there, waits_for)), moved
+            if moves != before:
+                moved, moved_s = moves, time.monotonic()
+                self._ranks.advanced += leads
+            self._give_up_if_stalled(target, waits_for, time.monotonic() - moved_s, stall_s)
+            self._ranks.wait(self._pace.look_on_storage_s(leads=leads))
+
+    def _give_up_if_stalled(self, target: Point, waits_for: set[int], waited_s: float, stall_s: float) -> None:
+        # Whoever serves the store has ended, and has committed just before, or never will; nor will the dead.
+        is_dead = not self._ranks.is_lost and not all(map(self._ranks.is_alive_there, waits_for))
+        if not is_dead and waited_s <= (_STORE_GONE_S if self._ranks.is_lost else stall_s):
+            return
+        leads = self._ranks.rank == 0
+        if not leads and self._how_it_ends(target, "missed") == "commit":
+            return  # rank 0 has all it needs
+        who = f"rank {', '.join(map(str, sorted(waits_for)))}" if waits_for else "the share of some rank"
+        why = "shows no sign of life" if is_dead else f"was waited for {waited_s:.0f} s"
+        what = "has not written what belongs to" if leads else "has not committed"
+        raise SaveFailed(f"{who} {what} step {target[0]} and {why}")
+
+    def _commit_unless_missed(self, target: Point, attempt: Attempt) -> Saved:
+        """Rank 0, with all shares at hand. Who has given up has said so, or finds that it is too late for that."""
+        if self._how_it_ends(target, "commit") == "missed":
+            raise Missed(self.missed(target) or "another rank has given it up")
+        saved = attempt.commit()
+        self.committed = saved.ckpt
+        self._tell_committed(saved.ckpt)
+        self._ranks.forget_old()
+        return saved
+
+    def _how_it_ends(self, target: Point, word: str) -> str:
+        """The first word on it counts, for all ranks; without the store one's own."""
+        key = self._ranks.key_of("end", target)
+        found = self._ranks.call(lambda store: store.compare_set(key, "", word), timeout_s=GONE_S)
+        self._ends.append(key)
+        if self._ranks.rank == 0 and len(self._ends) > _KEPT_ENDS:
+            old = self._ends.pop(0)
+            self._ranks.later(lambda store: store.delete_key(old))
+        return word if found is None else str(found, "ascii")
 
     def miss(self, target: Point, why: str) -> None:
         """Tell the others that this safe point cannot be saved here."""
-        self._ranks.post(Line("missed", self._ranks.rank, point=target, info=why), timeout_s=0)
+        line = Line("missed", self._ranks.rank, point=target, info=why)
+        self._ranks.post(Once(line, claim_of(line), lambda lines: _is_among(line, lines)), timeout_s=0)
 
     def missed(self, target: Point) -> str | None:
         """Why a rank cannot save this safe point."""
@@ -524,6 +593,16 @@ class Together:
             if line.point == target:
                 return f"rank {line.rank}: {line.info}"
         return None
+
+
+def _is_among(line: Line, lines: list[Line]) -> bool:
+    return any(other.what == line.what and other.point == line.point for other in lines)
+
+
+def order(target: Point, rank: int) -> Once:
+    """All ranks are to save this safe point; whoever wants that says it once."""
+    line = Line("order", rank, point=target)
+    return Once(line, claim_of(line), lambda lines: _is_among(line, lines))
 
 
 def info_of(line: Line) -> dict[str, Any]:

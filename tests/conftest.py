@@ -20,6 +20,10 @@ from tests import chance, guardian
 from tests.harness import ForkServer, Job, Tally
 from tests.warm import WarmShim
 
+# torch's store asks the name service for the host of each connection, and answers nobody meanwhile. Where that question
+# is lost now and then, all ranks of a test would stand still for five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 STARTS_PROCESSES = {"fork_server", "kubelet"}
 """Tests with one of these fixtures, or the mark `processes`, start processes; all others are quick."""
 
