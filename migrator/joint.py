@@ -151,12 +151,11 @@ class JointSaver(Saver):
     def _hear_order(self, target: Point) -> bool:
         gate = self._shop.gate
         with self._cond:
-            reach = gate.reach
             if self.newest is not None and self.newest.step == target[0]:
                 return False
             if target == self._taken:
                 return True  # another rank's word for what this one is saving already
-            if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
+            if not gate.can_save(target) or self._is_closed or self._leaving.news is not None:
                 self._together.miss(target, self._why_not(target))
                 return False
             self._targets.add(target)
@@ -252,9 +251,9 @@ class JointSaver(Saver):
             if min(self._targets, default=target) < target:
                 raise _Sooner  # whoever asked for it may stand there until it is saved
             why = self._together.missed(target)
-            if why is None and gate.is_at(target) and gate.is_spoiled:
+            if why is None and gate.is_lost(target):
                 why = "it changed since"
-            elif why is None and gate.at > target:
+            elif why is None and gate.at > target and not gate.is_at(target):
                 why = "it has gone on already"
             elif why is None and gate.is_closed and not gate.is_at(target):
                 why = "its script has ended"

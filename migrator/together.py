@@ -161,15 +161,15 @@ class Together:
         elif act in (Act.STOP, Act.SETTLE):
             if act is Act.SETTLE:
                 self._release()
-            reach, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
+            reach, turns, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
             if act is Act.SETTLE:
                 log("settled", level=logging.WARNING, step=reach[0] if reach else None, why=self._why_alone(me))
-            return agreement.done(me, act, reach=reach, is_trained=is_trained)
+            return agreement.done(me, act, reach=reach, turns=turns, is_trained=is_trained)
         elif act is Act.LET:
             assert isinstance(what, tuple)
             decision = self._ranks.board.decision(me.ballot)
             members = ",".join(map(str, decision.members)) if decision else ""
-            log("agreed", step=what[0], here=gate.at[0], members=members)
+            log("agreed", step=what[0], turn=what[1], here=gate.at[0], members=members)
             gate.let(what)
             return agreement.done(me, act, reach=what)
         elif act is Act.TAKE:
@@ -211,8 +211,7 @@ class Together:
         gate = self._shop.gate
         capture = gate.take(_TICK_S, exact=point)
         if capture is None:
-            is_lost = gate.is_at(point) and gate.is_spoiled
-            return agreement.done(me, Act.TAKE, is_clean=not is_lost) if is_lost else me
+            return agreement.done(me, Act.TAKE, is_clean=False) if gate.is_lost(point) else me
         self._capture = capture
         decision = self._ranks.board.decision(me.ballot)
         members = (me.rank,) if me.is_alone or decision is None else decision.members
