@@ -35,6 +35,11 @@ _MISSES = 5
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
 _AGENT_MARGIN_S = 1.0
+_GONE_ON = "it has gone on already"
+_ASK_ALL = (
+    "Ranks that exchange nothing do not wait for one another. Call save_ckpt() on all ranks behind the same step, or "
+    "let them wait there: torch.distributed.barrier()"
+)
 _SPEAKER_S = 1.0
 """So long a rank lets each lower rank of its pod answer the hook."""
 
@@ -108,8 +113,10 @@ class JointSaver(Saver):
 
     def _why_not(self, target: Point) -> str:
         """What keeps this rank from saving that safe point."""
-        reach = self._shop.gate.reach
-        return "it has gone on already" if reach is not None and reach > target else self._why_no_more()
+        gate = self._shop.gate
+        reach = gate.reach
+        has_gone_on = reach is not None and reach > target and not gate.can_save(target)
+        return _GONE_ON if has_gone_on else self._why_no_more()
 
     def _is_asked(self) -> bool:
         # Other ranks may wait for what this one was told to save: it does, or says that it can not.
@@ -224,7 +231,8 @@ class JointSaver(Saver):
                 log("save_retry", level=logging.INFO, why=missed, after_s=0.0)
                 if not self._shop.gate.is_closed:
                     self._order_ahead()
-            return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}")
+            advice = f". {_ASK_ALL}" if _GONE_ON in str(missed) else ""
+            return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}{advice}")
         except _Sooner:
             raise
         except Exception as failure:  # a periodic save never ends training
@@ -254,7 +262,7 @@ class JointSaver(Saver):
             if why is None and gate.is_lost(target):
                 why = "it changed since"
             elif why is None and gate.at > target and not gate.is_at(target):
-                why = "it has gone on already"
+                why = _GONE_ON
             elif why is None and gate.is_closed and not gate.is_at(target):
                 why = "its script has ended"
             if why is not None:

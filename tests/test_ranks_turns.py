@@ -171,3 +171,53 @@ def test_what_changed_between_the_epochs_keeps_all_ranks_on_its_other_side(
     last = goes_on_to_the_end(job, story, size, AVERAGES="yes")
     assert "evaluates 1" not in last.text
     assert_nothing_shows(story, reference(size, AVERAGES="yes"))
+
+
+APART = """
+import os, time
+from datetime import timedelta
+import torch
+from torch import distributed, nn
+from migrator import migrator
+from migrator.errors import SaveFailed
+
+rank = int(os.environ["RANK"])
+distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+migrator.register("model", model)
+migrator.register("optimizer", optimizer)
+migrator.listening()
+for step in range(1, 11):
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    migrator.safe_point()
+    if rank == 0:
+        if step == 1:
+            distributed.barrier()
+        time.sleep(0.06)  # nobody waits for it
+if rank == 1:
+    distributed.barrier()
+else:
+    try:
+        migrator.save_ckpt()
+    except SaveFailed as error:
+        print("told:", error)
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+def test_ranks_that_train_apart_are_told_how_to_save_and_go_on(job: Job) -> None:
+    """No step can be saved by all of them; no periodic save that fails for that ends any of them."""
+    gang = job.write(APART.replace("range(1, 11)", "range(1, 11 if rank == 0 else 31)")).gang(2, MIGRATOR_EVERY="0.1s")
+
+    assert gang.wait() == [0, 0], gang.text
+    assert (
+        "told: the save was not made: step 10 could not be saved by all ranks: rank 1: it has gone on" in gang[0].text
+    )
+    assert "Call save_ckpt() on all ranks behind the same step" in gang[0].text
+    assert {rank for rank, _ in gang.events("save_retry")} == {0}, gang.text
+    assert job.ckpts() == []
