@@ -29,6 +29,12 @@ WORLDS = [
     Setting(2, 1, "late", unclean=1, death=1, news=1),
     Setting(2, 2, "late", hang=1, news=1),
     Setting(2, 1, "late", hang=1, death=1, news=1),
+    Setting(2, 3, "never", turns=(1, 2)),
+    Setting(2, 3, "never", turns=(1, 2), stays=1),
+    Setting(2, 2, "never", turns=(1,), spoiled=1, news=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, death=1, news=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, hasty=1, news=1),
+    Setting(2, 2, "any", turns=(1,), stays=1, news=1),
 ]
 LONG_WORLDS = [
     Setting(3, 2, "never"),
@@ -44,6 +50,13 @@ LONG_WORLDS = [
     Setting(3, 2, "late", freeze=1, news=1),
     Setting(3, 2, "late", lost=1, news=1),
     Setting(3, 1, "late", freeze=1, thaw=1, news=1),
+    Setting(3, 2, "never", turns=(1,), stays=1, news=1),
+    Setting(3, 2, "never", turns=(1,), stays=1),
+    Setting(2, 3, "never", turns=(1, 2), spoiled=1),
+    Setting(3, 2, "never", turns=(1,), spoiled=1, news=1),
+    Setting(2, 2, "late", turns=(1,), spoiled=1, news=1),
+    Setting(2, 2, "any", turns=(1,), stays=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, lost=1, news=1),
 ]
 
 
