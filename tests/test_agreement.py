@@ -53,7 +53,6 @@ LONG_WORLDS = [
     Setting(3, 2, "never", turns=(1,), stays=1, news=1),
     Setting(3, 2, "never", turns=(1,), stays=1),
     Setting(2, 3, "never", turns=(1, 2), spoiled=1),
-    Setting(3, 2, "never", turns=(1,), spoiled=1, news=1),
     Setting(2, 2, "late", turns=(1,), spoiled=1, news=1),
     Setting(2, 2, "any", turns=(1,), stays=1),
     Setting(2, 2, "late", turns=(1,), stays=1, lost=1, news=1),

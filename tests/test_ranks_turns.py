@@ -173,6 +173,40 @@ def test_what_changed_between_the_epochs_keeps_all_ranks_on_its_other_side(
     assert_nothing_shows(story, reference(size, AVERAGES="yes"))
 
 
+def test_what_is_found_changed_only_when_it_is_read_makes_all_agree_anew(job: Job, reference: Reference) -> None:
+    """No rank has the step before the epoch any more, nor a mark that says so. Rank 0 comes into the next epoch, or,
+    if it had noticed by itself before, to its first step."""
+    story = RankStory()
+    gang = job.use(LONELY).gang(2, pods=2, FINISHES="1", AVERAGES="yes", BLIND="yes")
+    is_in_evaluation(gang, 1)
+
+    gang.kill()
+
+    assert left(gang) in (2 * per_epoch(2), 2 * per_epoch(2) + 1)
+    assert {rank for rank, _ in gang.events("agreed_anew")} == {0, 1}, gang.text
+    add_next_ranks(story, gang)
+    goes_on_to_the_end(job, story, 2, AVERAGES="yes")
+    assert_nothing_shows(story, reference(2, AVERAGES="yes"))
+
+
+def test_stopped_while_rank_0_alone_evaluates_behind_an_epoch_that_was_left_by_break(
+    job: Job, reference: Reference
+) -> None:
+    """That the loop is over is known at a safe point of its own: rank 0 stands there, and the others are past it."""
+    env = {"BREAKS": str(per_epoch(2) - 1)}
+    story = RankStory()
+    gang = job.use(LONELY).gang(2, pods=2, STAYS="1", **env)
+    is_in_evaluation(gang, 1)
+
+    gang.kill(ranks=[1])
+
+    assert left(gang) == 2 * (per_epoch(2) - 1)
+    assert {fields["turn"] for _, fields in gang.events("agreed")} == {"1"}, gang.text
+    add_next_ranks(story, gang)
+    goes_on_to_the_end(job, story, 2, **env)
+    assert_ranks_as_if_nothing_had_happened(story, reference(2, **env))
+
+
 APART = """
 import os, time
 from datetime import timedelta

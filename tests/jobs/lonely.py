@@ -4,7 +4,8 @@ EPOCHS, SAMPLES: how much there is to do. STAYS names the epoch whose evaluation
 when the pod is taken away. FINISHES names the one in which it stays until the ranks leave, and then comes out. WAITS
 names the epoch in whose first batch all ranks wait until they leave. SAVES=yes: rank 0 calls `save_ckpt()` after each
 evaluation. AVERAGES=yes: all ranks change a large tensor outside of steps, between the epoch's last step and the
-evaluation. WRAPPED=yes: the evaluation takes its batches from `migrator.batches()` too.
+evaluation; BLIND=yes: and the gate does not see it. WRAPPED=yes: the evaluation takes its batches from
+`migrator.batches()` too. BREAKS names the batch at which each epoch is left by `break`.
 
 Each line it prints can be compared with that of the same rank in a job that was never stopped.
 """
@@ -41,6 +42,20 @@ def stay(*, for_good):
     while for_good or not migrator._life.is_leaving:
         assert time.monotonic() < end_s
         time.sleep(0.002)
+
+
+def look_away(gate, name):
+    """As if what changed had left no mark: it is found only when it is read."""
+    looks = getattr(gate, name)
+
+    def blind(*arguments):
+        gate._capturer.changed = lambda capture: []
+        try:
+            return looks(*arguments)
+        finally:
+            del gate._capturer.changed
+
+    setattr(gate, name, blind)
 
 
 def digest(*values):
@@ -95,6 +110,9 @@ for name, value in {
 }.items():
     migrator.register(name, value)
 migrator.listening(every=os.environ.get("MIGRATOR_EVERY", "off"))
+if os.environ.get("BLIND") == "yes":
+    for name in ("_keep_earlier", "_turns"):
+        look_away(migrator._life.gate, name)
 if migrator.resume:
     migrator.load_ckpt()
 print("resumed", state["step"])
@@ -103,6 +121,8 @@ for epoch in range(sampler.epoch, EPOCHS):
     sampler.set_epoch(epoch)
     for number, (x, y, ids) in enumerate(migrator.batches(loader)):
         tell("drawn", epoch, number)
+        if is_told("BREAKS", number):
+            break
         if number == 0 and is_told("WAITS", epoch):
             stay(for_good=False)
         loss = nn.functional.cross_entropy(wrapped(x), y)
