@@ -152,7 +152,8 @@ class Gate:
         """
         for capture in self._pinned if self.phase is Phase.CLEAN else ():
             if capture.step == self.at[0]:
-                capture.changed = self._capturer.changed(capture)
+                # What was found once stays found: it may have been read while it was exchanged.
+                capture.changed = capture.changed or self._capturer.changed(capture)
 
     def _wait_while_shut(self) -> None:
         self._waiting += 1

@@ -249,6 +249,17 @@ def test_what_a_save_reads_is_looked_at_in_the_next_epoch_too(gate: Gate, change
     assert capture.changed == ["averaged"]
 
 
+def test_what_was_exchanged_while_it_was_read_stays_so_when_it_is_put_back(gate: Gate, changed: set[Point]) -> None:
+    capture = gate.take(0, exact=(1, 0))
+    assert capture is not None
+    gate.open()
+    changed.add((1, 0))
+    next_turn(gate)
+    changed.clear()
+
+    assert gate.found_changed(capture) == ["averaged"]
+
+
 def test_the_place_tells_a_loop_of_one_rank_from_the_next_epoch_of_another(gate: Gate) -> None:
     """But not by what its loader looks like: each rank may have data of its own."""
     assert place_of(1, "evaluation | Data[3]") != place_of(1, "train | Data[3]")
