@@ -203,9 +203,13 @@ class Together:
             return f"{lost}; no step was agreed on"
         if me.reach is None:
             return "its script ends"
+        step, turn = decision.target
+        if me.reach[0] > step:
+            return f"it is past step {step}, which was agreed on"
         if me.reach > decision.target:
-            return f"it is past step {decision.target[0]}, which was agreed on"
-        return f"it did not come to step {decision.target[0]}, which was agreed on, in time"
+            return f"it is in the next epoch, and what it held of step {step} before that changed"
+        where = f"the epoch behind step {step}" if turn else f"step {step}"
+        return f"it did not come to {where}, which was agreed on, in time"
 
     def _take(self, me: Self, point: Point) -> Self:
         gate = self._shop.gate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,16 @@ DECIDED = Line("decide", 0, point=(7, 0), is_trained=True, members=(0, 1))
         (Ranks(Line("decide", 1)), Self(0, reach=(3, 0)), "the others have nothing to save; no step was agreed on"),
         (Ranks(DECIDED), Self(0, reach=(8, 0)), "it is past step 7, which was agreed on"),
         (Ranks(DECIDED), Self(0, reach=(6, 0)), "it did not come to step 7, which was agreed on, in time"),
+        (
+            Ranks(DECIDED),
+            Self(0, reach=(7, 1)),
+            "it is in the next epoch, and what it held of step 7 before that changed",
+        ),
+        (
+            Ranks(replace(DECIDED, point=(7, 1))),
+            Self(0, reach=(7, 0)),
+            "it did not come to the epoch behind step 7, which was agreed on, in time",
+        ),
         (Ranks(DECIDED), Self(0, reach=None), "its script ends"),
         (Ranks(DECIDED), Self(0, reach=(7, 0), is_unclean=True), "what it holds changed outside a step"),
     ],

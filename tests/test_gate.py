@@ -11,6 +11,7 @@ from migrator.agreement import Point
 from migrator.capture import Capture, Capturer
 from migrator.gate import Gate, Phase
 from migrator.registry import Registry
+from tests.harness import until
 
 
 @pytest.fixture
@@ -258,6 +259,43 @@ def test_what_was_exchanged_while_it_was_read_stays_so_when_it_is_put_back(gate:
     changed.clear()
 
     assert gate.found_changed(capture) == ["averaged"]
+
+
+def test_a_loop_that_has_ended_in_the_next_epoch_has_both(gate: Gate) -> None:
+    next_turn(gate)
+    gate.close()
+
+    assert gate.stop() == ((1, 1), (HERE, place_of(1)), True)
+    assert gate.settle_here() == ((1, 1), (HERE, place_of(1)), True)
+
+
+def test_a_loop_that_is_kept_from_the_next_epoch_is_let_into_it_and_no_further(gate: Gate) -> None:
+    """It stands before it until the others say that they can save nothing else."""
+    assert gate.stop() == ((1, 0), (HERE,), True)
+    training = threading.Thread(target=lambda: (next_turn(gate), gate.park()))
+    training.start()
+    try:
+        until(lambda: gate.someone_waits, "the loop to wait")
+        assert gate.reach == (1, 0)
+
+        gate.let((1, 1))
+
+        capture = gate.take(5, exact=(1, 1))
+        assert capture is not None
+        assert gate.can_save((1, 0))
+        assert gate.phase is Phase.CLEAN
+    finally:
+        gate.is_leaving = False
+        gate.open()
+        training.join(5)
+
+
+def test_who_is_past_the_target_in_the_same_step_goes_no_further(gate: Gate) -> None:
+    next_turn(gate)
+    gate.stop()
+    gate.let((1, 0))
+
+    assert not gate._may_go_on()
 
 
 def test_the_place_tells_a_loop_of_one_rank_from_the_next_epoch_of_another(gate: Gate) -> None:
