@@ -137,21 +137,22 @@ def test_a_periodic_save_of_an_epochs_last_step_while_rank_0_evaluates(job: Job,
     assert_nothing_shows(story, reference(2))
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(("ranks", "plain"), [([0], "no"), ([1], "no"), ([0, 1], "no"), ([0], "yes")])
 def test_stopped_when_all_are_in_the_next_epoch_no_evaluation_is_repeated(
-    job: Job, reference: Reference, ranks: list[int]
+    job: Job, reference: Reference, ranks: list[int], plain: str
 ) -> None:
+    """Whatever they go over: that they are all in the same loop is seen by its place in the script."""
     story = RankStory()
-    gang = job.use(LONELY).gang(2, pods=2, WAITS="1")
+    gang = job.use(LONELY).gang(2, pods=2, WAITS="1", PLAIN=plain)
     gang.wait_for("^drawn 1 0$")
 
     gang.kill(ranks=ranks)
 
     assert left(gang) == per_epoch(2)
     add_next_ranks(story, gang)
-    last = goes_on_to_the_end(job, story, 2)
+    last = goes_on_to_the_end(job, story, 2, PLAIN=plain)
     assert "evaluates 0" not in last.text
-    assert_nothing_shows(story, reference(2))
+    assert_nothing_shows(story, reference(2, PLAIN=plain))
 
 
 @pytest.mark.parametrize("size", [2, 3])

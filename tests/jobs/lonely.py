@@ -5,7 +5,8 @@ when the pod is taken away. FINISHES names the one in which it stays until the r
 names the epoch in whose first batch all ranks wait until they leave. SAVES=yes: rank 0 calls `save_ckpt()` after each
 evaluation. AVERAGES=yes: all ranks change a large tensor outside of steps, between the epoch's last step and the
 evaluation; BLIND=yes: and the gate does not see it. WRAPPED=yes: the evaluation takes its batches from
-`migrator.batches()` too. BREAKS names the batch at which each epoch is left by `break`.
+`migrator.batches()` too. PLAIN=yes: with torch's own sampler, and epochs that `migrator.epochs()` counts. BREAKS names
+the batch at which each epoch is left by `break`.
 
 Each line it prints can be compared with that of the same rank in a job that was never stopped.
 """
@@ -20,6 +21,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from migrator import ElasticSampler, migrator
 
@@ -93,7 +95,8 @@ averaged = AveragedModel(model)
 wrapped = DistributedDataParallel(model, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 per_epoch = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-sampler = ElasticSampler(data, seed=0)
+is_plain = os.environ.get("PLAIN") == "yes"
+sampler = DistributedSampler(data, seed=0) if is_plain else ElasticSampler(data, seed=0)
 loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
 history: list[tuple] = []
 state = {"step": 0}
@@ -104,7 +107,7 @@ for name, value in {
     "averaged": averaged,
     "optimizer": optimizer,
     "per_epoch": per_epoch,
-    "sampler": sampler,
+    **({} if is_plain else {"sampler": sampler}),
     "history": history,
     "state": state,
 }.items():
@@ -117,7 +120,7 @@ if migrator.resume:
     migrator.load_ckpt()
 print("resumed", state["step"])
 
-for epoch in range(sampler.epoch, EPOCHS):
+for epoch in migrator.epochs(EPOCHS) if is_plain else range(sampler.epoch, EPOCHS):
     sampler.set_epoch(epoch)
     for number, (x, y, ids) in enumerate(migrator.batches(loader)):
         tell("drawn", epoch, number)
