@@ -168,6 +168,8 @@ class View:
     """Every share of the target is durable, whoever wrote it."""
     is_at_target: bool = False
     """The loop stands at the safe point that is to be saved."""
+    is_at_sooner: bool = False
+    """A rank alone stands at one below that, which can be saved too: it has entered an epoch on its way."""
     window_is_over: bool = False
     """Reports had time enough to come in."""
     help_is_due: bool = False
@@ -318,7 +320,10 @@ def _alone(me: Self, view: View) -> Step:
     if not view.is_lost and me.rank not in view.board.out():
         return Act.POST, Line("alone", me.rank, me.ballot, me.reach)
     if not me.is_taken:
-        return (Act.TAKE, me.reach) if view.is_at_target else (Act.WAIT, None)
+        if view.is_at_target:
+            return Act.TAKE, me.reach
+        # With nobody to agree with there is no use in going further than that.
+        return (Act.SETTLE if view.is_at_sooner else Act.WAIT), None
     return (Act.COMMIT, None) if me.has_shared else (Act.SHARE, None)
 
 

@@ -283,12 +283,17 @@ class Together:
             is_committed=self._was_committed,
             is_complete=me.has_shared and self._is_complete(),
             is_at_target=target is not None and self._shop.gate.is_at(target),
+            is_at_sooner=me.is_alone and not me.is_taken and self._is_at_sooner(target),
             window_is_over=now_s > self._since.get("news", now_s) + self._window_s(),
             help_is_due=self._shop.writes
             and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s)
             and not self._gives_way(),
             patience_is_over=now_s > self._since.get("patience", now_s),
         )
+
+    def _is_at_sooner(self, target: Point | None) -> bool:
+        reach = self._shop.gate.reach
+        return target is not None and reach is not None and reach < target
 
     def _window_s(self) -> float:
         news = self._leaving.news

@@ -526,10 +526,13 @@ class Model:
         is_committed = point is not None and any(manifest.point[0] == point[0] for manifest in world.manifests)
         is_complete = point is not None and bool(members) and not self._missing(world, point, members)
         is_there = point is not None and _has_come_to(rank, point)
-        key = (rank.me, read, world.lost[number], is_committed, is_complete, is_there, clocks)
+        reach, _ = self._reach(rank)
+        is_at_sooner = self.selves[rank.me].is_alone and point is not None and reach is not None and reach < point
+        key = (rank.me, read, world.lost[number], is_committed, is_complete, is_there, is_at_sooner, clocks)
         acts = self._acts.get(key)
         if acts is None:
-            view = View(self._board(number, read), world.lost[number], is_committed, is_complete, is_there)
+            board, is_lost = self._board(number, read), world.lost[number]
+            view = View(board, is_lost, is_committed, is_complete, is_there, is_at_sooner)
             acts = self._acts[key] = self._asked(self.selves[rank.me], view, clocks)
         for asked in acts:
             yield from (move._replace(act=asked[0]) for move in self._do(world, number, rank, asked))

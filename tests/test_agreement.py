@@ -239,6 +239,11 @@ WITHOUT = {
     "late and whole is saved": Without(
         Setting(2, 1, "late", hasty=1), "has something", Rules(next_act=instead(gives_in), reduces=False)
     ),
+    "who is alone takes the next epoch on its way": Without(
+        Setting(2, 2, "late", turns=(1,), stays=1, unclean=1, lost=1, news=1),
+        "never ends",
+        Rules(next_act=lambda me, view, size: agreement.next_act(me, replace(view, is_at_sooner=False), size)),
+    ),
     "what is complete is committed": Without(
         Setting(2, 1, "late", unclean=1, death=1),
         "gives up",
