@@ -8,8 +8,8 @@ else: `next_act` is a pure function, so that a model checker can drive as many
 ranks through as many orders of events as there are.
 
     news      this rank must leave
-    reach     the safe point I am at, or on my way to; my gate is shut behind it
-    decide    the target: the largest reach; and who reported
+    reach     the safe point I am at, or on my way to, and which turns of its step I can save; my gate is shut behind it
+    decide    the target: of the highest step the turn that all can save; and who reported
     fate      of a decision: "commit", or "again" if it cannot be saved
     alone     I can not reach the target; I save what I have
     bye       my script has ended
@@ -25,13 +25,20 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 Point = tuple[int, int]
 """A safe point: the step, and how often since then a new round of the loop was entered."""
+
+Turns = tuple[tuple[int, str], ...]
+"""Safe points of one step that a rank can still save, lowest first: the turn, and where in the script its loop stood.
+
+The place is empty for turn 0, behind the step itself: there all ranks stand alike. At another turn an empty place is
+one that is not known, and like no other.
+"""
 
 COMMIT, AGAIN = "commit", "again"
 
@@ -49,6 +56,8 @@ class Line:
     members: tuple[int, ...] = ()
     fate: str = ""
     info: str = ""
+    turns: Turns = ()
+    """What can be saved of the step of `point`; none named: that very turn."""
 
     def to_text(self) -> str:
         fields: dict[str, Any] = {"what": self.what, "rank": self.rank}
@@ -58,6 +67,7 @@ class Line:
         fields |= {"members": self.members} if self.members else {}
         fields |= {"fate": self.fate} if self.fate else {}
         fields |= {"info": self.info} if self.info else {}
+        fields |= {"turns": self.turns} if self.turns else {}
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
     @staticmethod
@@ -67,8 +77,9 @@ class Line:
             fields = json.loads(text)
             point = fields.pop("point", None)
             members = tuple(int(rank) for rank in fields.pop("members", ()))
+            turns = tuple((int(turn), str(place)) for turn, place in fields.pop("turns", ()))
             where = None if point is None else (int(point[0]), int(point[1]))
-            return Line(point=where, members=members, **fields)
+            return Line(point=where, turns=turns, members=members, **fields)
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
             return None
 
@@ -140,6 +151,8 @@ class Self:
     is_stopped: bool = False
     """The gate is shut, and the reach was read behind it; for this ballot."""
     reach: Point | None = None
+    turns: Turns = ()
+    """What this rank can save of the step of its reach."""
     is_trained: bool = False
     let: Point | None = None
     """The gate lets the loop on up to here."""
@@ -166,6 +179,8 @@ class View:
     """Every share of the target is durable, whoever wrote it."""
     is_at_target: bool = False
     """The loop stands at the safe point that is to be saved."""
+    is_at_sooner: bool = False
+    """A rank alone stands at one below that, which can be saved too: it has entered an epoch on its way."""
     window_is_over: bool = False
     """Reports had time enough to come in."""
     help_is_due: bool = False
@@ -223,11 +238,13 @@ def _together(me: Self, view: View, size: int) -> Step:
         return Act.STOP, None
     reaches = board.reaches(me.ballot)
     if me.rank not in reaches and not view.is_lost:
-        return Act.POST, Line("reach", me.rank, me.ballot, me.reach, me.is_trained)
+        turns = () if me.turns == ((0, ""),) else me.turns
+        return Act.POST, Line("reach", me.rank, me.ballot, me.reach, me.is_trained, turns=turns)
     decision = board.decision(me.ballot)
     if decision is None:
-        if view.window_is_over or board.out() | set(reaches) >= set(range(size)):
-            return Act.POST, _decide(me, reaches)
+        is_all = board.out() | set(reaches) >= set(range(size))
+        if view.window_is_over or is_all:
+            return Act.POST, _decide(me, reaches, is_all=is_all)
         return Act.WAIT, None
     if decision.target is None or not decision.is_trained:
         # Whoever comes late and is whole has nobody left to agree with.
@@ -237,11 +254,35 @@ def _together(me: Self, view: View, size: int) -> Step:
     return _obey(me, view, decision)
 
 
-def _decide(me: Self, reaches: dict[int, Line]) -> Line:
+def _decide(me: Self, reaches: dict[int, Line], *, is_all: bool) -> Line:
     able = {rank: line for rank, line in reaches.items() if line.point is not None}
-    target = max((line.point for line in able.values() if line.point is not None), default=None)
+    target = common_point(list(able.values()), is_all=is_all)
     is_trained = any(line.is_trained for line in able.values())
     return Line("decide", me.rank, me.ballot, target, is_trained, tuple(sorted(able)))
+
+
+def common_point(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
+    """The safe point that all who sent these reports can save; `is_all`: no rank is left that could report.
+
+    It is of the highest step. Nothing was trained between the turns of a step, so a rank that has passed one has lost
+    nothing, while a rank that has not come to one may take long: alone in its evaluation, for example.
+    """
+    at = [(line.point, dict(line.turns or ((line.point[1], ""),))) for line in reaches if line.point is not None]
+    if not at:
+        return None
+    step = max(point for point, _ in at)[0]
+    # Whoever is below comes to turn 0 first.
+    stands = [(point[1], turns) if point[0] == step else (-1, {0: ""}) for point, turns in at]
+    alike = set.intersection(*({(t, place) for t, place in turns.items() if t == 0 or place} for _, turns in stands))
+    if alike:
+        # Who has not reported may stand at the lowest of them.
+        return step, (max(alike) if is_all else min(alike))[0]
+    # Somebody has to be let on, but not further than all can come.
+    known = sorted({turn for _, turns in stands for turn in turns})
+    return step, next(
+        (turn for turn in known if all(turn in turns or turn > here for here, turns in stands)),
+        max(here for here, _ in stands),
+    )
 
 
 def _obey(me: Self, view: View, decision: Decision) -> Step:
@@ -253,7 +294,7 @@ def _obey(me: Self, view: View, decision: Decision) -> Step:
     if me.is_unclean and must_agree and not view.is_complete:
         return Act.POST, Line("fate", me.rank, me.ballot, fate=AGAIN)
     commit: Step = (Act.POST, Line("fate", me.rank, me.ballot, fate=COMMIT)) if must_agree else (Act.COMMIT, None)
-    if me.reach is not None and me.reach > target:
+    if me.reach is not None and me.reach > target and not _can_save(me, target):
         return _if_due(view, (Act.SETTLE, None))
     without_me: Step = commit if view.is_complete else (Act.SETTLE, None)
     if me.is_unclean or me.reach is None:
@@ -271,6 +312,11 @@ def _obey(me: Self, view: View, decision: Decision) -> Step:
     return Act.WAIT, None
 
 
+def _can_save(me: Self, point: Point) -> bool:
+    """This rank was there in this very step, and its state there is still at hand."""
+    return me.reach is not None and me.reach[0] == point[0] and point[1] in dict(me.turns)
+
+
 def _if_due(view: View, step: Step) -> Step:
     """What is left to do when nobody is to be waited for any more."""
     return step if view.patience_is_over else (Act.WAIT, None)
@@ -285,14 +331,25 @@ def _alone(me: Self, view: View) -> Step:
     if not view.is_lost and me.rank not in view.board.out():
         return Act.POST, Line("alone", me.rank, me.ballot, me.reach)
     if not me.is_taken:
-        return (Act.TAKE, me.reach) if view.is_at_target else (Act.WAIT, None)
+        if view.is_at_target:
+            return Act.TAKE, me.reach
+        # With nobody to agree with there is no use in going further than that.
+        return (Act.SETTLE if view.is_at_sooner else Act.WAIT), None
     return (Act.COMMIT, None) if me.has_shared else (Act.SHARE, None)
 
 
-def done(me: Self, act: Act, *, reach: Point | None = None, is_trained: bool = False, is_clean: bool = True) -> Self:
+def done(
+    me: Self,
+    act: Act,
+    *,
+    reach: Point | None = None,
+    turns: Turns = (),
+    is_trained: bool = False,
+    is_clean: bool = True,
+) -> Self:
     """This rank after it did what it was told; `reach` is what STOP or SETTLE found, or how far was LET."""
     if act is Act.STOP:
-        return replace(me, is_stopped=True, reach=reach, is_trained=is_trained)
+        return replace(me, is_stopped=True, reach=reach, turns=turns, is_trained=is_trained)
     if act is Act.SETTLE:
         return Self(
             me.rank,
@@ -300,6 +357,7 @@ def done(me: Self, act: Act, *, reach: Point | None = None, is_trained: bool = F
             me.ballot,
             is_stopped=True,
             reach=reach,
+            turns=turns,
             is_trained=is_trained,
             let=reach,
             is_alone=True,

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from migrator import kinds, randomness
@@ -57,6 +58,22 @@ class Capture:
     @property
     def at(self) -> tuple[int, int]:
         return self.step, self.turn
+
+    @property
+    def place(self) -> str:
+        """Where in the script the loop stands, as other ranks would say it. Behind a step they all stand alike: empty.
+
+        A rank may enter loops that the others do not, so that the same turn is not the same place.
+        """
+        if not self.turn:
+            return ""
+        loop = self.loop or {}
+        # Without what the loader looks like: each rank may have data of its own.
+        loops = [
+            (label.partition(" | ")[0], state.get("handed"), state.get("is_over"))
+            for label, state in loop.get("loops", {}).items()
+        ]
+        return xxhash.xxh3_64(repr((loops, loop.get("epochs"))).encode()).hexdigest()
 
 
 class _Restless(Exception):  # noqa: N818 - internal

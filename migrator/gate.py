@@ -10,6 +10,10 @@ it while a step is on its way to the next safe point.
     CLEAN   the state is that of `capture`      -> DIRTY, CLEAN
     DIRTY   an optimizer stepped since          -> CLEAN
 
+Of several ranks some may have begun the next epoch while another one, behind the same
+step, still evaluates. Nothing was trained in between, so the captures of the earlier
+turns of a step are *kept*: they can be saved until the next optimizer step.
+
 The hooks are global ones: an optimizer that is not registered changes the same
 weights, and a step inside `backward()` or a compiled graph counts as well. A
 thread that is already between a step and a safe point never waits.
@@ -25,13 +29,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from migrator.agreement import Point
+from migrator.agreement import Point, Turns
 from migrator.capture import Capture, Capturer
 
 _TICK_S = 0.05
+"""Waits are cut in pieces: a Python signal handler runs in the main thread between them."""
 _HOLD_S = 1.0
 """So long the loop stays at a safe point that is to be saved and that no save has come for."""
-"""Waits are cut in pieces: a Python signal handler runs in the main thread between them."""
+_KEPT = 4
+"""Captures of earlier turns that are kept at most: the first one, and the newest."""
 
 
 class Phase(enum.Enum):
@@ -80,6 +86,10 @@ class Gate:
         self._takers = 0
         self._least_step = 0
         self._exact: Point | None = None
+        self._kept: list[Capture] = []
+        """Of the earlier turns of this step, lowest first; with several ranks only."""
+        self._pinned: list[Capture] = []
+        """What saves read, or hold to be read."""
         self._is_entering = False
         """The loop makes a new safe point out of the last one at this moment."""
         self._held = 0
@@ -125,6 +135,8 @@ class Gate:
     def _enter(self) -> None:
         """Wait until no save reads, then let the step change state."""
         with self._cond:
+            if self._is_held_here():
+                self._hold()
             self._compare()
             if self._is_shut or self.is_leaving:
                 self._wait_while_shut()
@@ -133,13 +145,15 @@ class Gate:
                 self._to(Phase.DIRTY)
 
     def _compare(self) -> None:
-        """If a save reads this safe point: is it still what it was?
+        """If a save reads a safe point of this step: is it still what it was?
 
         An operation under way has written already but counts its version only when it is done, so the save
         may have missed it. The thread that trains is between two operations here and misses none of its own.
         """
-        if self.phase is Phase.CLEAN and self.capture is not None and self.capture.pins:
-            self.capture.changed = self._capturer.changed(self.capture)
+        for capture in self._pinned if self.phase is Phase.CLEAN else ():
+            if capture.step == self.at[0]:
+                # What was found once stays found: it may have been read while it was exchanged.
+                capture.changed = capture.changed or self._capturer.changed(capture)
 
     def _wait_while_shut(self) -> None:
         self._waiting += 1
@@ -163,20 +177,13 @@ class Gate:
 
     def _needs_another(self) -> bool:
         """Leaving, but this safe point cannot be saved any more: the loop must go on to the next one."""
-        return self.phase is Phase.CLEAN and not self._is_savable()
+        return self.phase is Phase.CLEAN and not self._is_savable(self.capture)
 
     @property
     def is_unsavable(self) -> bool:
         """This safe point is lost for saving; the next one is needed."""
         with self._cond:
-            return self.phase is Phase.CLEAN and not self._is_savable()
-
-    @property
-    def is_spoiled(self) -> bool:
-        """Of this safe point something is not as it was, or was never copied; waiting does not help."""
-        with self._cond:
-            capture = self.capture
-            return self.phase is Phase.CLEAN and capture is not None and bool(capture.spoiled or capture.missing)
+            return self._needs_another()
 
     def park(self) -> None:
         """Between two batches: stay until the process may leave. Returns only if another safe point is needed."""
@@ -210,11 +217,10 @@ class Gate:
         with self._cond:
             self._compare()
             self._is_entering = False
-            before, self.capture = self.capture, capture
+            self._keep_earlier(capture)
+            self.capture = capture
             self._to(Phase.CLEAN)
             self.at = capture.at
-            if before is not None and before.pins == 0:
-                self._capturer.release(before)
             self._cond.notify_all()
             if may_stay and self.is_due and (self.holds_main or self.is_leaving):
                 self._stay()
@@ -223,12 +229,32 @@ class Gate:
                 while self._takers and self._is_wanted(capture) and not self._is_shut and not self.is_leaving:
                     self._cond.wait(_TICK_S)
             if may_stay and self.hold_at == capture.at:
-                self._hold(capture)
+                self._hold()
 
-    def _hold(self, capture: Capture) -> None:
+    def _keep_earlier(self, capture: Capture) -> None:
+        """A new safe point takes the place of the last one, which other ranks may still want to save."""
+        before = [*self._kept, self.capture] if self.capture is not None else []
+        self._kept = []
+        if self.agrees and self.phase is Phase.CLEAN and not self.holds_main:
+            # The thread that trains stands between two operations: what it changed by now shows.
+            earlier = [one for one in before if one.step == capture.step and one.turn < capture.turn]
+            whole = [one for one in earlier if self._is_whole(one) and not self._capturer.changed(one)]
+            self._kept = whole[:1] + whole[1:][1 - _KEPT :]
+        for one in before:
+            if not (one.pins or any(one is kept for kept in self._kept)):
+                self._capturer.release(one)
+
+    def _is_held_here(self) -> bool:
+        """All ranks are to save a safe point of this step, and no save has taken it here yet."""
+        return self.hold_at is not None and self._is_savable(self._capture_of(self.hold_at))
+
+    def _hold(self) -> None:
         """All ranks save this very safe point: once the loop has gone on it is lost."""
-        end_s = time.monotonic() + _HOLD_S
-        while self.hold_at == capture.at and not self._is_shut and not self.is_leaving and time.monotonic() < end_s:
+        at, end_s = self.hold_at, time.monotonic() + _HOLD_S
+        while self.hold_at == at and not self._is_shut and not self.is_leaving:
+            if time.monotonic() > end_s:
+                self.hold_at = None
+                return
             self._cond.wait(_TICK_S)
 
     def _stay(self) -> None:
@@ -277,8 +303,9 @@ class Gate:
             self.hold_at = at
             self._cond.notify_all()
 
-    def stop(self) -> tuple[Point | None, bool]:
-        """Let the loop begin nothing new; where it is, or will be next, and whether anything was trained.
+    def stop(self) -> tuple[Point | None, Turns, bool]:
+        """Let the loop begin nothing new; where it is, or will be next, what of that step can be saved, and whether
+        anything was trained.
 
         One act: whoever looked first and shut afterwards would tell of a safe point that is no more.
         """
@@ -287,16 +314,17 @@ class Gate:
             self.limit = None
             self._cond.notify_all()
             trained = self._has_trained()
-            return self._reach(), trained
+            reach = self._reach()
+            return reach, self._turns(reach), trained
 
-    def settle_here(self) -> tuple[Point | None, bool]:
+    def settle_here(self) -> tuple[Point | None, Turns, bool]:
         """As `stop`, and let the loop on to just there: for good."""
         with self._cond:
             self.is_due = self.is_leaving = True
             trained = self._has_trained()
             self.limit = self._reach()
             self._cond.notify_all()
-            return self.limit, trained
+            return self.limit, self._turns(self.limit), trained
 
     @property
     def has_trained(self) -> bool:
@@ -318,9 +346,36 @@ class Gate:
     def _reach(self) -> Point | None:
         if self._is_entering:
             return self.at[0], self.at[1] + 1
-        if self.phase in (Phase.FRESH, Phase.LOADED) or self._is_savable():
+        if self.phase in (Phase.FRESH, Phase.LOADED):
             return self.at
+        savable = self._savable()
+        if savable:
+            return savable[-1].at
         return None if self.is_closed else (self.at[0] + 1, 0)
+
+    def _savable(self) -> list[Capture]:
+        """What can be saved of the present step, lowest turn first."""
+        found = [*self._kept, self.capture] if self.capture is not None else []
+        return [capture for capture in found if self._is_savable(capture)]
+
+    def _turns(self, reach: Point | None) -> Turns:
+        """The turns of the step of `reach` that can be saved, or will be."""
+        if reach is None:
+            return ()
+        turns = {}
+        if self.phase is Phase.CLEAN and reach[0] == self.at[0]:
+            # Of those kept it is known what they were; marks tell it before others rely on them.
+            found = (c for c in self._savable() if c is self.capture or not self._capturer.changed(c))
+            turns = {capture.turn: capture.place for capture in found}
+        return tuple(sorted({reach[1]: "", **turns}.items()))
+
+    def can_save(self, point: Point) -> bool:
+        """The loop is there, or will be, or its state there is still at hand."""
+        with self._cond:
+            reach = self._reach()
+            return reach is not None and (
+                reach <= point or (reach[0] == point[0] and point[1] in dict(self._turns(reach)))
+            )
 
     def let(self, limit: Point) -> None:
         """The loop may go on up to this safe point."""
@@ -329,43 +384,68 @@ class Gate:
             self._cond.notify_all()
 
     def is_at(self, point: Point) -> bool:
-        """The loop stands there, or has nothing but that behind it."""
+        """The loop has come there, and nothing was trained since."""
         with self._cond:
-            return self.phase is Phase.CLEAN and self.at == point
+            return self._is_at(point)
+
+    def _is_at(self, point: Point) -> bool:
+        return self.phase is Phase.CLEAN and self.at[0] == point[0] and self.at >= point
+
+    def is_lost(self, point: Point) -> bool:
+        """The loop has come there, but something is not as it was, or was never copied; waiting does not help."""
+        with self._cond:
+            capture = self._capture_of(point)
+            return self._is_at(point) and (
+                capture is None or not self._is_whole(capture) or (self.holds_main and capture is not self.capture)
+            )
 
     def take(self, wait_s: float, *, least_step: int = 0, exact: Point | None = None) -> Capture | None:
         """Shut the gate on a safe point that can be saved, and pin it. None: there is none yet."""
         with self._cond:
             self._least_step, self._exact = least_step, exact
-            if not self._is_wanted(self.capture):
+            if not self._is_wanted(self._asked_for()):
                 self._takers += 1
                 self._cond.wait(wait_s)
                 self._takers -= 1
-            capture = self.capture
+            capture = self._asked_for()
             if capture is None or not self._is_wanted(capture):
                 return None
             self._is_shut = True
             if self.hold_at is not None and capture.at >= self.hold_at:
                 self.hold_at = None
             capture.pins += 1
+            self._pinned.append(capture)
             self._cond.notify_all()
             return capture
 
-    def _is_savable(self) -> bool:
-        capture = self.capture
-        if self.phase is not Phase.CLEAN or capture is None or capture.spoiled or capture.missing:
+    def _asked_for(self) -> Capture | None:
+        """What the save that waits would take, if it can be saved."""
+        return self.capture if self._exact is None else self._capture_of(self._exact)
+
+    def _capture_of(self, point: Point) -> Capture | None:
+        found = [*self._kept, self.capture] if self.capture is not None else []
+        return next((capture for capture in found if capture.at == point), None)
+
+    @staticmethod
+    def _is_whole(capture: Capture) -> bool:
+        return not (capture.spoiled or capture.missing)
+
+    def _is_savable(self, capture: Capture | None) -> bool:
+        if self.phase is not Phase.CLEAN or capture is None or not self._is_whole(capture):
             return False
+        if not self.holds_main:
+            return True
         # Closed: the main thread stands where it will train no more.
-        return self._held > 0 or self.is_closed or not self.holds_main
+        return capture is self.capture and (self._held > 0 or self.is_closed)
 
     @property
     def is_over(self) -> bool:
         """There is no safe point that can be saved, and there will be none."""
         with self._cond:
-            return self.is_closed and not self._is_savable()
+            return self.is_closed and not self._is_savable(self.capture)
 
     def _is_wanted(self, capture: Capture | None) -> bool:
-        if capture is None or not self._is_savable():
+        if capture is None or not self._is_savable(capture):
             return False
         return capture.step >= self._least_step if self._exact is None else capture.at == self._exact
 
@@ -385,8 +465,7 @@ class Gate:
     def found_changed(self, capture: Capture) -> list[str]:
         """What changed outside a step, as the training thread found it, or is found now if it has not come by."""
         with self._cond:
-            if capture is self.capture:
-                self._compare()
+            self._compare()
             return capture.changed
 
     def spoil(self, capture: Capture) -> None:
@@ -398,5 +477,8 @@ class Gate:
     def unpin(self, capture: Capture) -> None:
         with self._cond:
             capture.pins -= 1
-            if capture.pins == 0 and capture is not self.capture:
+            if capture.pins:
+                return
+            self._pinned = [one for one in self._pinned if one is not capture]
+            if capture is not self.capture and not any(one is capture for one in self._kept):
                 self._capturer.release(capture)

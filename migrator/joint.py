@@ -32,6 +32,11 @@ from migrator.watcher import News
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
 _AGENT_MARGIN_S = 1.0
+_GONE_ON = "it has gone on already"
+_ASK_ALL = (
+    "Ranks that exchange nothing do not wait for one another. Call save_ckpt() on all ranks behind the same step, or "
+    "let them wait there: torch.distributed.barrier()"
+)
 _SPEAKER_S = 1.0
 """So long a rank lets each lower rank of its pod answer the hook."""
 
@@ -105,8 +110,10 @@ class JointSaver(Saver):
 
     def _why_not(self, target: Point) -> str:
         """What keeps this rank from saving that safe point."""
-        reach = self._shop.gate.reach
-        return "it has gone on already" if reach is not None and reach > target else self._why_no_more()
+        gate = self._shop.gate
+        reach = gate.reach
+        has_gone_on = reach is not None and reach > target and not gate.can_save(target)
+        return _GONE_ON if has_gone_on else self._why_no_more()
 
     def _is_asked(self) -> bool:
         # Other ranks may wait for what this one was told to save: it does, or says that it can not.
@@ -147,12 +154,11 @@ class JointSaver(Saver):
     def _hear_order(self, target: Point) -> bool:
         gate = self._shop.gate
         with self._cond:
-            reach = gate.reach
             if self.newest is not None and self.newest.step == target[0]:
                 return False
             if target == self._taken:
                 return True  # another rank's word for what this one is saving already
-            if reach is None or reach > target or self._is_closed or self._leaving.news is not None:
+            if not gate.can_save(target) or self._is_closed or self._leaving.news is not None:
                 self._together.miss(target, self._why_not(target))
                 return False
             self._targets.add(target)
@@ -223,7 +229,8 @@ class JointSaver(Saver):
                 log("save_retry", level=logging.INFO, why=missed, after_s=0.0)
                 if not self._shop.gate.is_closed:
                     self._order_ahead()
-            return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}")
+            advice = f". {_ASK_ALL}" if _GONE_ON in str(missed) else ""
+            return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}{advice}")
         except _Sooner:
             raise
         except Exception as failure:  # a periodic save never ends training
@@ -250,10 +257,10 @@ class JointSaver(Saver):
             if min(self._targets, default=target) < target:
                 raise _Sooner  # whoever asked for it may stand there until it is saved
             why = self._together.missed(target)
-            if why is None and gate.is_at(target) and gate.is_spoiled:
+            if why is None and gate.is_lost(target):
                 why = "it changed since"
-            elif why is None and gate.at > target:
-                why = "it has gone on already"
+            elif why is None and gate.at > target and not gate.is_at(target):
+                why = _GONE_ON
             elif why is None and gate.is_closed and not gate.is_at(target):
                 why = "its script has ended"
             if why is not None:

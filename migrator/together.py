@@ -164,15 +164,15 @@ class Together:
         elif act in (Act.STOP, Act.SETTLE):
             if act is Act.SETTLE:
                 self._release()
-            reach, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
+            reach, turns, is_trained = gate.stop() if act is Act.STOP else gate.settle_here()
             if act is Act.SETTLE:
                 log("settled", level=logging.WARNING, step=reach[0] if reach else None, why=self._why_alone(me))
-            return agreement.done(me, act, reach=reach, is_trained=is_trained)
+            return agreement.done(me, act, reach=reach, turns=turns, is_trained=is_trained)
         elif act is Act.LET:
             assert isinstance(what, tuple)
             decision = self._ranks.board.decision(me.ballot)
             members = ",".join(map(str, decision.members)) if decision else ""
-            log("agreed", step=what[0], here=gate.at[0], members=members)
+            log("agreed", step=what[0], turn=what[1], here=gate.at[0], members=members)
             gate.let(what)
             return agreement.done(me, act, reach=what)
         elif act is Act.TAKE:
@@ -206,16 +206,19 @@ class Together:
             return f"{lost}; no step was agreed on"
         if me.reach is None:
             return "its script ends"
+        step, turn = decision.target
+        if me.reach[0] > step:
+            return f"it is past step {step}, which was agreed on"
         if me.reach > decision.target:
-            return f"it is past step {decision.target[0]}, which was agreed on"
-        return f"it did not come to step {decision.target[0]}, which was agreed on, in time"
+            return f"it is in the next epoch, and what it held of step {step} before that changed"
+        where = f"the epoch behind step {step}" if turn else f"step {step}"
+        return f"it did not come to {where}, which was agreed on, in time"
 
     def _take(self, me: Self, point: Point) -> Self:
         gate = self._shop.gate
         capture = gate.take(_TICK_S, exact=point)
         if capture is None:
-            is_lost = gate.is_at(point) and gate.is_spoiled
-            return agreement.done(me, Act.TAKE, is_clean=not is_lost) if is_lost else me
+            return agreement.done(me, Act.TAKE, is_clean=False) if gate.is_lost(point) else me
         self._capture = capture
         decision = self._ranks.board.decision(me.ballot)
         members = (me.rank,) if me.is_alone or decision is None else decision.members
@@ -284,6 +287,7 @@ class Together:
             is_committed=self._was_committed,
             is_complete=me.has_shared and self._is_complete(),
             is_at_target=target is not None and self._shop.gate.is_at(target),
+            is_at_sooner=me.is_alone and not me.is_taken and self._is_at_sooner(target),
             window_is_over=self._is_window_over(board, me, now_s),
             help_is_due=self._shop.writes
             and self._collects()
@@ -291,6 +295,10 @@ class Together:
             and not self._gives_way(),
             patience_is_over=now_s > self._since.get("patience", now_s),
         )
+
+    def _is_at_sooner(self, target: Point | None) -> bool:
+        reach = self._shop.gate.reach
+        return target is not None and reach is not None and reach < target
 
     @property
     def _pace(self) -> Pace:

@@ -68,16 +68,18 @@ class Gate:
     """The loop stands at a safe point, for good."""
 
     at = (STEP, 0)
-    is_spoiled = False
 
-    def stop(self) -> tuple[tuple[int, int], bool]:
-        return self.at, True
+    def stop(self) -> tuple[tuple[int, int], tuple[tuple[int, str], ...], bool]:
+        return self.at, ((0, ""),), True
 
     settle_here = stop
 
     def let(self, limit: Any) -> None: ...
     def open(self) -> None: ...
     def unpin(self, capture: Any) -> None: ...
+
+    def is_lost(self, point: Any) -> bool:
+        return False
 
     def is_at(self, point: Any) -> bool:
         return True

@@ -22,6 +22,9 @@ What a move is:
   act. With `late` clocks they are over only when otherwise nothing would happen, and a
   few times before; with `never` only that for help: all ranks are quick.
 - Dead ranks, and ended ones, do nothing. Frozen ones do nothing until they thaw, if ever.
+- Behind some steps (`turns`) an epoch ends: each rank enters the next one by itself, and only then gives the gradients
+  of the next step. What it was before can still be saved, unless that turns out to have changed (`spoiled`). A rank
+  may never come out of what it does before it enters (`stays`).
 - The board may be lost, for all ranks or for one. State may turn out to have changed at
   a safe point (`changed`): whoever holds, writes or commits it notices.
 
@@ -35,10 +38,11 @@ The promises:
    no step done, or its last state changed. Nobody stops without news anywhere.
 3. No step after the save. If ranks are quick and none is lost, one step is saved, and no loop
    is past it, but for those that had ended before they heard, and those whose state changed after
-   their last step. Whatever happens, nobody begins a step after it settled alone (unless the state
-   it settled for was found changed), and when a rank ends that reported in time or settled alone, something at or
-   above the point it is at is saved. Who reported too late and is past the target may leave
-   with the others, a step after what they saved.
+   their last step. And nobody is lost: what is saved no rank was kept from by what it does between two
+   epochs, nor has passed without having it at hand. Whatever happens, nobody begins a step after it settled
+   alone (unless the state it settled for was found changed), and when a rank ends that reported in time or
+   settled alone, something at or above the point it is at is saved. Who reported too late and is past the
+   target may leave with the others, a step after what they saved.
 4. The first decision binds: whoever does anything together does what was decided first.
 5. One fate: what was committed together by a rank that has the board is begun anew by no rank that has it.
 
@@ -56,11 +60,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from migrator import agreement
-from migrator.agreement import AGAIN, COMMIT, Act, Board, Line, Self, Step, View, done
+from migrator.agreement import AGAIN, COMMIT, Act, Board, Line, Point, Self, Step, Turns, View, done
 
-OPEN = 99
+OPEN = (99, 0)
 """The limit of a gate that lets everything through."""
 ALL_READ = 99
+NOT_SEEN = (-1, 0)
 
 
 class Life:
@@ -71,12 +76,18 @@ class Life:
 class Rank(NamedTuple):
     step: int = 0
     """The last safe point."""
+    turn: int = 0
+    """1: the loop is in the next epoch."""
+    is_entering: bool = False
+    """On the way into it."""
     is_dirty: bool = False
     """On the way to the next one."""
     mark: int = 0
     """1: the state changed, and nobody knows; 2: this safe point is known to be lost."""
-    limit: int = OPEN
-    """The gate lets no step begin from here on."""
+    early: int = 2
+    """The same of the safe point before the epoch that the loop is in."""
+    limit: Point = OPEN
+    """The gate lets nothing begin from here on."""
     life: int = Life.ALIVE
     me: int = 0
     """What the rank knows of itself: a number in `Model.selves`."""
@@ -84,23 +95,23 @@ class Rank(NamedTuple):
     """How many lines of the board it has read."""
     is_hung: bool = False
     """The loop never goes on: it is in a collective that one of the others broke."""
-    seen: int = -1
+    seen: Point = NOT_SEEN
     """Only if the reach is not read in one act with shutting the gate."""
 
 
 class Manifest(NamedTuple):
-    step: int
+    point: Point
     ballot: int
     """-1: a rank's that was alone."""
     had_board: bool
 
 
 class Share(NamedTuple):
-    step: int
+    point: Point
     members: tuple[int, ...]
     member: int
     is_whole: bool
-    """The writer's state was that of the step."""
+    """The writer's state was that of the safe point."""
 
 
 class World(NamedTuple):
@@ -117,10 +128,10 @@ class World(NamedTuple):
     """How many more of each."""
 
 
-FAULTS = ("freeze", "thaw", "death", "lost", "cut", "unclean", "hasty", "hang")
+FAULTS = ("freeze", "thaw", "death", "lost", "cut", "unclean", "hasty", "hang", "stays", "spoiled")
 
 
-_LOST, _CUT, _UNCLEAN, _HASTY = map(FAULTS.index, ("lost", "cut", "unclean", "hasty"))
+_LOST, _CUT, _UNCLEAN, _HASTY, _SPOILED = map(FAULTS.index, ("lost", "cut", "unclean", "hasty", "spoiled"))
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,12 @@ class Setting:
     """On one rank, or on all at once."""
     hang: int = 0
     """A loop is for ever inside a collective that others may have come out of."""
+    stays: int = 0
+    """A loop is for ever between two epochs."""
+    spoiled: int = 0
+    """What was kept of the time before the epoch."""
+    turns: tuple[int, ...] = ()
+    """Behind these steps an epoch ends."""
     hasty: int = 0
     """With late clocks: how often a time is over although somebody could still do something."""
     news: int = 9
@@ -150,6 +167,7 @@ class Setting:
 
     def __str__(self) -> str:
         faults = [f"{name}={n}" for name in FAULTS if (n := getattr(self, name))]
+        faults += [f"turns={','.join(map(str, self.turns))}"] if self.turns else []
         faults += [f"news={self.news}"] if self.news < self.ranks else []
         return " ".join([f"{self.ranks}x{self.steps}", f"clock={self.clock}", *faults])
 
@@ -196,7 +214,7 @@ class Found:
         return "\n".join([text, *([f"BROKEN: {self.broken}"] if self.broken else []), *self.trace])
 
 
-Asked = tuple[Act, "Line | agreement.Point | None", bool]
+Asked = tuple[Act, "Line | Point | None", bool]
 """What to do, with what, and whether it happens sooner or later."""
 Clocks = tuple[tuple[bool, ...], ...]
 _CLOCKS: Clocks = tuple(itertools.product((True, False), repeat=3))
@@ -283,7 +301,9 @@ class Model:
         ranks = world.ranks
         if any(rank.life >= Life.DEAD and rank.me >= 0 for rank in ranks):
             ranks = tuple(
-                Rank(rank.step, rank.is_dirty, life=rank.life, me=-1, read=ALL_READ) if rank.life >= Life.DEAD else rank
+                Rank(rank.step, rank.turn, rank.is_entering, rank.is_dirty, life=rank.life, me=-1, read=ALL_READ)
+                if rank.life >= Life.DEAD
+                else rank
                 for rank in ranks
             )
             world = world._replace(ranks=ranks)
@@ -372,7 +392,7 @@ class Model:
     def _is_private(self, world: World, rank: Rank, act: Act | None) -> bool:
         """Nobody can tell whether this came now or later, and nothing takes its place: it may as well come now."""
         if act is Act.DONE:
-            return not rank.is_dirty and rank.step >= rank.limit
+            return not (rank.is_dirty or rank.is_entering) and _at(rank) >= rank.limit
         if act in (Act.LET, Act.TAKE):
             return self._stays_clean(world, rank)
         left = dict(zip(FAULTS, world.faults, strict=True))
@@ -380,24 +400,42 @@ class Model:
 
     def _stays_clean(self, world: World, rank: Rank) -> bool:
         """Nobody will be found unclean any more, and this rank has read of all who were."""
-        if self.setting.unclean == 0:
+        if self.setting.unclean == self.setting.spoiled == 0:
             return True
-        if world.faults[_UNCLEAN] or any(other.mark == 1 for other in world.ranks):
+        if world.faults[_UNCLEAN] or world.faults[_SPOILED]:
+            return False
+        if any(1 in (other.mark, other.early) for other in world.ranks):
             return False
         if any(other.me >= 0 and self.selves[other.me].is_unclean for other in world.ranks):
             return False
         return all(self.lines[line].what != "fate" for line in world.board[rank.read :])
 
+    def _is_due(self, rank: Rank) -> bool:
+        """The loop stands behind an epoch and has the next one to enter."""
+        is_behind = rank.step in self.setting.turns and rank.step < self.setting.steps
+        return is_behind and not (rank.turn or rank.is_dirty or rank.is_entering)
+
     def _loop(self, world: World, number: int, rank: Rank) -> Iterator[Move]:
+        may_begin = _at(rank) < rank.limit and not rank.is_hung
         if rank.is_dirty:
-            after = rank._replace(step=rank.step + 1, is_dirty=False, mark=0)
+            after = Rank(rank.step + 1, limit=rank.limit, life=rank.life, me=rank.me, read=rank.read, seen=rank.seen)
             yield Move(f"{number} reaches safe point {rank.step + 1}", self._with(world, number, after), True)
+        elif rank.is_entering:
+            after = rank._replace(turn=1, is_entering=False, early=rank.mark, mark=0)
+            yield Move(f"{number} is in the next epoch", self._with(world, number, after), True)
+        elif self._is_due(rank):
+            if may_begin:
+                after = rank._replace(is_entering=True)
+                yield Move(f"{number} enters the next epoch", self._with(world, number, after), True)
         elif rank.step < self.setting.steps:
-            if rank.step < rank.limit and not rank.is_hung and all(other.step >= rank.step for other in world.ranks):
+            if may_begin and all(
+                other.step > rank.step or (other.step == rank.step and not (self._is_due(other) or other.is_entering))
+                for other in world.ranks
+            ):
                 must = all(
                     other.step > rank.step
                     or other.is_dirty
-                    or (other.life == Life.ALIVE and other.limit > rank.step and not other.is_hung)
+                    or (other.life == Life.ALIVE and other.limit > _at(other) and not other.is_hung)
                     for other in world.ranks
                 )
                 must = must or any(other.step > rank.step or other.is_dirty for other in world.ranks)
@@ -440,12 +478,18 @@ class Model:
             if left["death"] and rank.life == Life.ALIVE:
                 after = self._with(spent("death"), number, rank._replace(life=Life.DEAD))
                 yield Move(f"{number} dies", after, False)
+            if left["stays"] and rank.life == Life.ALIVE and self._is_due(rank) and not rank.is_hung:
+                after = self._with(spent("stays"), number, rank._replace(is_hung=True))
+                yield Move(f"{number} stays where it is", after, False)
+            if left["spoiled"] and rank.life == Life.ALIVE and rank.early == 0 and not rank.is_dirty:
+                after = self._with(spent("spoiled"), number, rank._replace(early=1))
+                yield Move(f"what {number} was before the epoch changes", after, False)
             can_hang = not (rank.is_dirty or rank.is_hung) and rank.step < self.setting.steps
             if left["hang"] and rank.life == Life.ALIVE and can_hang:
                 after = self._with(spent("hang"), number, rank._replace(is_hung=True))
                 yield Move(f"{number}'s loop hangs", after, False)
             if left["unclean"] and self._can_change(rank):
-                after = self._with(spent("unclean"), number, rank._replace(mark=1))
+                after = self._with(spent("unclean"), number, _changed(rank))
                 yield Move(f"{number}'s state changes", after, False)
             if left["cut"] and rank.life == Life.ALIVE and not world.lost[number]:
                 lost = tuple(was or number == other for other, was in enumerate(world.lost))
@@ -453,7 +497,7 @@ class Model:
         if left["lost"] and not all(world.lost):
             yield Move("all lose the board", spent("lost")._replace(lost=(True,) * self.size), False)
         if left["unclean"] and sum(map(self._can_change, world.ranks)) > 1:
-            ranks = tuple(rank._replace(mark=1) if self._can_change(rank) else rank for rank in world.ranks)
+            ranks = tuple(_changed(rank) if self._can_change(rank) else rank for rank in world.ranks)
             yield Move("everybody's state changes", spent("unclean")._replace(ranks=ranks), False)
 
     @staticmethod
@@ -462,30 +506,33 @@ class Model:
 
     # What the rank that runs the protocol does.
 
-    def _point(self, number: int, rank: Rank, world: World) -> tuple[int | None, tuple[int, ...]]:
-        """The step this rank is to save, and who shares the work."""
+    def _point(self, number: int, rank: Rank, world: World) -> tuple[Point | None, tuple[int, ...]]:
+        """The safe point this rank is to save, and who shares the work."""
         me = self.selves[rank.me]
         if me.is_alone:
-            return (None if me.reach is None else me.reach[0]), (number,)
+            return me.reach, (number,)
         decision = self._plan(number, world.board[: rank.read], me.ballot)
         if decision is None or decision.target is None:
             return None, ()
-        return decision.target[0], decision.members
+        return decision.target, decision.members
 
-    def _missing(self, world: World, step: int, members: tuple[int, ...]) -> list[int]:
-        there = {share.member for share in world.shares if share.step == step and share.members == members}
+    def _missing(self, world: World, point: Point, members: tuple[int, ...]) -> list[int]:
+        there = {share.member for share in world.shares if share.point == point and share.members == members}
         return [member for member in members if member not in there]
 
     def _protocol(self, world: World, number: int, rank: Rank, clocks: Clocks) -> Iterator[Move]:
-        step, members = self._point(number, rank, world)
+        point, members = self._point(number, rank, world)
         read = world.board[: rank.read]
-        is_committed = step is not None and any(manifest.step == step for manifest in world.manifests)
-        is_complete = step is not None and bool(members) and not self._missing(world, step, members)
-        is_there = not rank.is_dirty and rank.step == step
-        key = (rank.me, read, world.lost[number], is_committed, is_complete, is_there, clocks)
+        is_committed = point is not None and any(manifest.point[0] == point[0] for manifest in world.manifests)
+        is_complete = point is not None and bool(members) and not self._missing(world, point, members)
+        is_there = point is not None and _has_come_to(rank, point)
+        reach, _ = self._reach(rank)
+        is_at_sooner = self.selves[rank.me].is_alone and point is not None and reach is not None and reach < point
+        key = (rank.me, read, world.lost[number], is_committed, is_complete, is_there, is_at_sooner, clocks)
         acts = self._acts.get(key)
         if acts is None:
-            view = View(self._board(number, read), world.lost[number], is_committed, is_complete, is_there)
+            board, is_lost = self._board(number, read), world.lost[number]
+            view = View(board, is_lost, is_committed, is_complete, is_there, is_at_sooner)
             acts = self._acts[key] = self._asked(self.selves[rank.me], view, clocks)
         for asked in acts:
             yield from (move._replace(act=asked[0]) for move in self._do(world, number, rank, asked))
@@ -499,12 +546,17 @@ class Model:
             found.setdefault(self.rules.next_act(me, timed, self.size), not found)
         return tuple((act, what, must) for (act, what), must in found.items() if act is not Act.WAIT)
 
-    def _reach(self, rank: Rank) -> int | None:
+    def _reach(self, rank: Rank) -> tuple[Point | None, Turns]:
         if rank.is_dirty:
-            return rank.step + 1
-        if rank.mark < 2:
-            return rank.step
-        return rank.step + 1 if rank.step < self.setting.steps else None
+            return (rank.step + 1, 0), ((0, ""),)
+        has_early = ((0, ""),) if rank.turn and rank.early < 2 else ()
+        here = ((rank.turn, "epoch" if rank.turn else ""),) if rank.mark < 2 else ()
+        turns: Turns = (*has_early, *here)
+        if rank.is_entering:
+            return (rank.step, 1), (*turns, (1, ""))
+        if turns:
+            return (rank.step, turns[-1][0]), turns
+        return ((rank.step + 1, 0), ((0, ""),)) if rank.step < self.setting.steps else (None, ())
 
     def _post(self, world: World, number: int, line: Line) -> World:
         """The board with the line, which its writer has read."""
@@ -552,30 +604,30 @@ class Model:
                 broken = f"{number} acts on {own}, which is not what was decided first"
         if act is Act.LET:
             assert isinstance(what, tuple)
-            after = self._knowing(world, number, rank._replace(limit=what[0]), done(me, act, reach=what))
-            yield Move(f"{text} {what[0]}", after, must, broken)
+            after = self._knowing(world, number, rank._replace(limit=what), done(me, act, reach=what))
+            yield Move(f"{text} {what}", after, must, broken)
             return
-        step, members = self._point(number, rank, world)
-        assert step is not None
-        is_changed = rank.mark > 0
-        if is_changed and act is not Act.COMMIT:
-            unclean = self._knowing(world, number, rank._replace(mark=2), done(me, act, is_clean=False))
+        point, members = self._point(number, rank, world)
+        assert point is not None
+        is_whole = _has_come_to(rank, point)
+        mark = "mark" if point[1] == rank.turn else "early"
+        if is_whole and getattr(rank, mark) and act is not Act.COMMIT:
+            unclean = self._knowing(world, number, rank._replace(**{mark: 2}), done(me, act, is_clean=False))
             yield Move(f"{text}, but it is unclean", unclean, must, broken)
             return
-        is_whole = not rank.is_dirty and rank.step == step
         if act is Act.TAKE:
             assert is_whole
         elif act in (Act.SHARE, Act.HELP):
-            member = number if act is Act.SHARE else next(iter(self._missing(world, step, members)))
+            member = number if act is Act.SHARE else next(iter(self._missing(world, point, members)))
             if member in members:
-                share = Share(step, members, member, is_whole)
+                share = Share(point, members, member, is_whole)
                 after = world._replace(shares=tuple(sorted({*world.shares, share})))
-            text += f" share {member} of {members} at {step}"
+            text += f" share {member} of {members} at {point}"
         elif act is Act.COMMIT:
-            assert not self._missing(world, step, members)
-            after, worse = self._commit(world, number, me, step, members)
+            assert not self._missing(world, point, members)
+            after, worse = self._commit(world, number, me, point, members)
             broken = broken or worse
-            text += f" {step}"
+            text += f" {point}"
         yield Move(text, self._knowing(after, number, rank, done(me, act)), must, broken)
 
     def _knowing(self, world: World, number: int, rank: Rank, me: Self) -> World:
@@ -583,58 +635,59 @@ class Model:
 
     def _stop(self, world: World, number: int, rank: Rank, act: Act, must: bool) -> Move:
         me = self.selves[rank.me]
-        found = self._reach(rank)
+        found, turns = self._reach(rank)
         if self.rules.is_stop_split and act is Act.STOP:
-            if rank.seen < 0:
+            if rank.seen == NOT_SEEN:
                 after = self._with(world, number, rank._replace(seen=OPEN if found is None else found))
                 return Move(f"{number} looks at its reach {found}", after, must)
             found = None if rank.seen == OPEN else rank.seen
-        limit = rank.step if found is None else max(found, rank.step)
+        limit = _at(rank) if found is None else max(found, _at(rank))
         if act is Act.SETTLE and not self.rules.settles_for_good:
             limit = OPEN
-        reach = None if found is None else (found, 0)
-        is_trained = found is not None and found > 0
-        known = done(me, act, reach=reach, is_trained=is_trained)
-        after = self._knowing(world, number, rank._replace(limit=limit, seen=-1), known)
+        is_trained = found is not None and found[0] > 0
+        known = done(me, act, reach=found, turns=turns, is_trained=is_trained)
+        after = self._knowing(world, number, rank._replace(limit=limit, seen=NOT_SEEN), known)
         broken = ""
         if not any(self.lines[line].what == "news" for line in world.board) and not self._was_told(world):
             broken = f"{number} stops though there were no news"
         if act is Act.SETTLE and not me.is_alone and (me.is_unclean or (me.is_stopped and me.reach is None)):
-            step, members = self._point(number, rank, world)
-            if step is not None and not self._missing(world, step, members):
-                broken = f"{number} has nothing of its own, and gives up {step}, of which all is there"
+            point, members = self._point(number, rank, world)
+            if point is not None and not self._missing(world, point, members):
+                broken = f"{number} has nothing of its own, and gives up {point}, of which all is there"
         return Move(f"{number} {act.name} at {found}", after, must, broken)
 
     def _was_told(self, world: World) -> bool:
         return any(rank.me >= 0 and self.selves[rank.me].has_news for rank in world.ranks)
 
-    def _commit(self, world: World, number: int, me: Self, step: int, members: tuple[int, ...]) -> tuple[World, str]:
+    def _commit(self, world: World, number: int, me: Self, point: Point, members: tuple[int, ...]) -> tuple[World, str]:
         broken = ""
-        if any(manifest.step == step for manifest in world.manifests):
-            return world, broken
-        shares = [share for share in world.shares if (share.step, share.members) == (step, members)]
+        if any(manifest.point[0] == point[0] for manifest in world.manifests):
+            return world, broken  # a ckpt's name has the step only
+        shares = [share for share in world.shares if (share.point, share.members) == (point, members)]
         if not all(share.is_whole for share in shares):
-            broken = f"torn: {number} commits {step} of {shares}"
+            broken = f"torn: {number} commits {point} of {shares}"
         had_board = not world.lost[number]
         ballot = -1 if me.is_alone else me.ballot
         if not me.is_alone and had_board and world.ballot > me.ballot:
-            broken = broken or f"{number} commits {step} though somebody began anew"
-        manifest = Manifest(step, ballot, had_board)
+            broken = broken or f"{number} commits {point} though somebody began anew"
+        manifest = Manifest(point, ballot, had_board)
         return world._replace(manifests=tuple(sorted({*world.manifests, manifest}))), broken
 
     # Promises.
 
     def _wrong_end(self, world: World, number: int, rank: Rank, act: Act) -> str:
         me = self.selves[rank.me]
-        newest = max((manifest.step for manifest in world.manifests), default=-1)
+        newest = max((manifest.point[0] for manifest in world.manifests), default=-1)
         at = rank.step + rank.is_dirty
         if act is Act.NOTHING:
-            is_whole = not rank.is_dirty and rank.mark == 0 and rank.step > 0
+            is_whole = not rank.is_dirty and 0 in (rank.mark, rank.early) and rank.step > 0
             return f"{number} has something to save" if is_whole or rank.is_dirty else ""
         decision = self._plan(number, world.board[: rank.read], me.ballot)
         was_in_time = me.is_alone or (decision is not None and number in decision.members)
         if newest < at and was_in_time:
             return f"{number} is at {at}, and only {newest} is saved"
+        if self._is_calm(world) and any(self._is_kept_from(rank, manifest.point) for manifest in world.manifests):
+            return f"{number} is lost: it can not save what is saved"
         return "" if newest >= 0 else f"{number} is done, and nothing is saved"
 
     def wrong_end(self, world: World) -> str:
@@ -652,6 +705,13 @@ class Model:
             return self._wrong_calm_end(world)
         return ""
 
+    def _is_kept_from(self, rank: Rank, point: Point) -> bool:
+        """What the rank does between two epochs keeps it from this safe point, or it went by and has nothing of it."""
+        if rank.is_hung and self._is_due(rank) and point > _at(rank):
+            return True
+        may_lose = self.setting.unclean or self.setting.spoiled
+        return not may_lose and point < _at(rank) and (point[0] < rank.step or rank.early == 2)
+
     def _is_hopeless(self, world: World, number: int, rank: Rank) -> bool:
         """It has lost what it was to save, alone, and cannot get to another safe point: others have left or hang."""
         me = self.selves[rank.me]
@@ -666,7 +726,7 @@ class Model:
         )
 
     def _wrong_calm_end(self, world: World) -> str:
-        saved = [manifest.step for manifest in world.manifests]
+        saved = [manifest.point[0] for manifest in world.manifests]
         left = [rank for rank in world.ranks if rank.life != Life.BYE]
         if not saved and all(rank.life == Life.NOTHING for rank in left):
             return ""  # nobody had anything to save: seen to when they ended
@@ -729,8 +789,24 @@ class Model:
         return found
 
     def _shown(self, number: int, rank: Rank) -> str:
-        state = f"on the way to {rank.step + 1}" if rank.is_dirty else f"at {rank.step}"
+        state = f"on the way to {rank.step + 1}" if rank.is_dirty else f"at {_at(rank)}"
+        state += " and on the way into the next epoch" if rank.is_entering else ""
+        state += ", where it stays" if rank.is_hung else ""
         return f"{number} {Life.names[rank.life]} {state}"
+
+
+def _at(rank: Rank) -> Point:
+    return rank.step, rank.turn
+
+
+def _has_come_to(rank: Rank, point: Point) -> bool:
+    """And nothing was trained since."""
+    return not rank.is_dirty and rank.step == point[0] and rank.turn >= point[1]
+
+
+def _changed(rank: Rank) -> Rank:
+    """Everything that this rank holds."""
+    return rank._replace(mark=1, early=1 if rank.early == 0 else rank.early)
 
 
 def _on_a_circle(after_of: list[list[int]]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from migrator import agreement
 from migrator.agreement import AGAIN, COMMIT, Act, Board, Line, Point, Self, Step, View
+from migrator.ranks import REPORTS
 from tests import chance
 from tests.model import Model, Rules, Setting
 
@@ -29,6 +30,12 @@ WORLDS = [
     Setting(2, 1, "late", unclean=1, death=1, news=1),
     Setting(2, 2, "late", hang=1, news=1),
     Setting(2, 1, "late", hang=1, death=1, news=1),
+    Setting(2, 3, "never", turns=(1, 2)),
+    Setting(2, 3, "never", turns=(1, 2), stays=1),
+    Setting(2, 2, "never", turns=(1,), spoiled=1, news=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, death=1, news=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, hasty=1, news=1),
+    Setting(2, 2, "any", turns=(1,), stays=1, news=1),
 ]
 LONG_WORLDS = [
     Setting(3, 2, "never"),
@@ -44,6 +51,12 @@ LONG_WORLDS = [
     Setting(3, 2, "late", freeze=1, news=1),
     Setting(3, 2, "late", lost=1, news=1),
     Setting(3, 1, "late", freeze=1, thaw=1, news=1),
+    Setting(3, 2, "never", turns=(1,), stays=1, news=1),
+    Setting(3, 2, "never", turns=(1,), stays=1),
+    Setting(2, 3, "never", turns=(1, 2), spoiled=1),
+    Setting(2, 2, "late", turns=(1,), spoiled=1, news=1),
+    Setting(2, 2, "any", turns=(1,), stays=1),
+    Setting(2, 2, "late", turns=(1,), stays=1, lost=1, news=1),
 ]
 
 
@@ -146,10 +159,25 @@ def says_nothing_of_news(me: Self, view: View, size: int) -> Step:
     return agreement.next_act(me, view, size)
 
 
-def smallest(me: Self, reaches: dict[int, Line]) -> Line:
-    points: list[Point] = [line.point for line in reaches.values() if line.point is not None]
-    is_trained = any(line.is_trained for line in reaches.values())
-    return Line("decide", me.rank, me.ballot, min(points, default=None), is_trained, tuple(sorted(reaches)))
+def smallest(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
+    return min((line.point for line in reaches if line.point is not None), default=None)
+
+
+def largest(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
+    return max((line.point for line in reaches if line.point is not None), default=None)
+
+
+def highest_turn(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
+    return agreement_common_point(reaches, is_all=True)
+
+
+def turn_0(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
+    """Whether or not all have it still."""
+    point = agreement_common_point(reaches, is_all=is_all)
+    return None if point is None else (point[0], 0)
+
+
+agreement_common_point = agreement.common_point
 
 
 def nobody(board: Board) -> set[int]:
@@ -167,10 +195,18 @@ class Without:
 
 
 QUICK = Setting(2, 1, "never")
+BETWEEN_EPOCHS = Setting(2, 2, "never", turns=(1,), stays=1)
 WITHOUT = {
     "news are told to others": Without(QUICK, "never ends", Rules(next_act=says_nothing_of_news, reduces=False)),
     "reach and gate in one act": Without(QUICK, "something to save", Rules(is_stop_split=True, reduces=False)),
-    "the largest reach": Without(QUICK, "only 0 is saved", patch=(agreement, "_decide", smallest)),
+    "the largest reach": Without(QUICK, "only 0 is saved", patch=(agreement, "common_point", smallest)),
+    "of its turns one that all have": Without(BETWEEN_EPOCHS, "is lost", patch=(agreement, "common_point", largest)),
+    "the turn before is saved from within the epoch": Without(
+        BETWEEN_EPOCHS, "never ends", patch=(agreement, "_can_save", lambda me, point: False)
+    ),
+    "a turn that all have still": Without(
+        Setting(2, 2, "never", turns=(1,), spoiled=1, news=1), "never ends", patch=(agreement, "common_point", turn_0)
+    ),
     "the first decision, not the last": Without(
         Setting(2, 1, "any"), "decided first", Rules(reading=last_first, reduces=False)
     ),
@@ -204,6 +240,11 @@ WITHOUT = {
     "late and whole is saved": Without(
         Setting(2, 1, "late", hasty=1), "has something", Rules(next_act=instead(gives_in), reduces=False)
     ),
+    "who is alone takes the next epoch on its way": Without(
+        Setting(2, 2, "late", turns=(1,), stays=1, unclean=1, lost=1, news=1),
+        "never ends",
+        Rules(next_act=lambda me, view, size: agreement.next_act(me, replace(view, is_at_sooner=False), size)),
+    ),
     "what is complete is committed": Without(
         Setting(2, 1, "late", unclean=1, death=1),
         "gives up",
@@ -230,6 +271,101 @@ def test_without_any_rule_a_promise_breaks(without: Without) -> None:
     assert without.says in found.broken
 
 
+# Which turn of a step.
+
+Reports = list[tuple[int, dict[int, str]]]
+"""Of each rank of one step the turn it is at, and what it can save."""
+
+
+def lines_of(reports: Reports, step: int = 7) -> list[Line]:
+    return [
+        Line("reach", rank, point=(step, turn), turns=tuple(sorted(turns.items())))
+        for rank, (turn, turns) in enumerate(reports)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "turn"),
+    [
+        ([(0, {0: ""}), (1, {0: "", 1: "a"})], 0),
+        ([(1, {0: "", 1: "a"}), (1, {0: "", 1: "a"})], 1),
+        ([(1, {0: "", 1: "a"}), (1, {0: "", 1: "b"})], 0),
+        ([(1, {0: "", 1: ""}), (1, {0: "", 1: ""})], 0),
+        ([(2, {0: "", 1: "a", 2: "b"}), (1, {0: "", 1: "a"}), (4, {0: "", 1: "a", 3: "c", 4: "d"})], 1),
+        ([(0, {0: ""}), (1, {1: "a"})], 1),
+        ([(0, {0: ""}), (2, {1: "a", 2: "b"})], 1),
+        ([(1, {1: "a"}), (3, {0: "", 2: "b", 3: "c"})], 2),
+        ([(1, {1: "a"}), (1, {1: "b"})], 1),
+        ([(2, {1: "a", 2: "b"}), (2, {1: "c", 2: "b"})], 2),
+    ],
+    ids=[
+        "one has not entered the epoch",
+        "all are in the epoch",
+        "they are in different loops",
+        "they are on the way, and nobody knows where to",
+        "the highest that all have",
+        "one has lost what it was before, and the other one is let on",
+        "one is let on no further than it must",
+        "both are let on or go back to where both can come",
+        "what else could be done",
+        "only of the later turn they say the same",
+    ],
+)
+def test_of_the_turns_of_a_step_all_save_the_last_one_that_all_have(reports: Reports, turn: int) -> None:
+    assert agreement.common_point(lines_of(reports), is_all=True) == (7, turn)
+
+
+def test_who_has_not_reported_may_be_at_the_first_turn() -> None:
+    """A rank that is late may be in its evaluation: what the others have of before that is taken, not the last one."""
+    reports: Reports = [(1, {0: "", 1: "a"}), (1, {0: "", 1: "a"})]
+
+    assert agreement.common_point(lines_of(reports), is_all=False) == (7, 0)
+
+
+def test_who_is_a_step_behind_comes_to_its_first_turn() -> None:
+    ahead, behind = lines_of([(1, {0: "", 1: "a"})]), lines_of([(3, {0: "", 3: "b"})], step=6)
+
+    assert agreement.common_point([*ahead, *behind], is_all=True) == (7, 0)
+
+
+def test_nobody_s_reports_have_no_point() -> None:
+    assert agreement.common_point([], is_all=True) is None
+    assert agreement.common_point([Line("reach", 0)], is_all=True) is None
+
+
+reports = st.lists(
+    st.tuples(st.integers(0, 1), st.dictionaries(st.integers(0, 4), st.sampled_from(["", "a", "b"]), min_size=1)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(reports=reports, is_all=st.booleans())
+def test_if_there_is_a_turn_that_all_have_it_is_one_of_those(
+    reports: list[tuple[int, dict[int, str]]], is_all: bool
+) -> None:
+    """And otherwise no rank has to go back to what it has lost."""
+    step = max(step for step, _ in reports)
+    sure = [{t: "" if t == 0 else place for t, place in turns.items()} for _, turns in reports]
+    said = [
+        Line("reach", rank, point=(at, max(turns)), turns=tuple(turns.items()))
+        for rank, ((at, _), turns) in enumerate(zip(reports, sure, strict=True))
+    ]
+    have = [turns if at == step else {0: ""} for (at, _), turns in zip(reports, sure, strict=True)]
+    common = [t for t in range(5) if all(t in h for h in have) and (t == 0 or {h[t] for h in have} in ({"a"}, {"b"}))]
+
+    found = agreement.common_point(said, is_all=is_all)
+
+    assert found is not None
+    assert found[0] == step
+    if common:
+        assert found[1] == (max if is_all else min)(common)
+    else:
+        stands = [max(turns) if at == step else -1 for (at, _), turns in zip(reports, sure, strict=True)]
+        assert all(found[1] in h or found[1] > at for h, at in zip(have, stands, strict=True))
+
+
 # Lines as text.
 
 points = st.none() | st.tuples(st.integers(0), st.integers(0))
@@ -243,6 +379,7 @@ lines = st.builds(
     members=st.lists(st.integers(0, 99)).map(tuple),
     fate=st.sampled_from(["", COMMIT, AGAIN]),
     info=st.text(),
+    turns=st.lists(st.tuples(st.integers(0, 9), st.text(max_size=3)), max_size=3).map(tuple),
 )
 
 
@@ -278,6 +415,10 @@ def test_a_line_is_read_as_it_was_written(line: Line) -> None:
         '{"what":"decide","rank":1,"members":3}',
         '{"what":"reach","rank":1,"point":{"a":1}}',
         '{"what":"reach","rank":1,"point":[Infinity,0]}',
+        '{"what":"reach","rank":1,"turns":7}',
+        '{"what":"reach","rank":1,"turns":[0]}',
+        '{"what":"reach","rank":1,"turns":[["a","b"]]}',
+        '{"what":"reach","rank":1,"turns":[[0,"",1]]}',
         '{"what":"news","rank":0}{"what":"news","rank":1}',
     ],
 )
@@ -290,3 +431,33 @@ def test_what_nobody_of_ours_wrote_is_no_line(text: str) -> None:
 def test_no_text_makes_reading_fail(text: str) -> None:
     """Not a line of ours, then; but never an error."""
     assert Line.of(text) is None
+
+
+# Of many ranks, most read only what is for all.
+
+
+def stands_in_late(me: Self, view: View, size: int) -> Step:
+    """But for rank 0 nobody reads what others report, or collects, before it is late."""
+    if me.rank and not (view.window_is_over or view.help_is_due):
+        read = [line for line in view.board.lines if line.rank == me.rank or line.what not in REPORTS]
+        view = replace(view, board=Board.of(read), is_complete=view.is_complete and me.is_alone)
+    return agreement.next_act(me, view, size)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(2, 2, "late", news=1, any_order=True),
+        Setting(2, 1, "late", unclean=1, news=1),
+        Setting(2, 2, "late", turns=(1,), stays=1, news=1),
+        Setting(2, 1, "late", death=1, news=1),
+        Setting(2, 1, "late", lost=1, news=1),
+    ],
+    ids=str,
+)
+def test_ranks_that_read_no_reports_keep_the_promises(setting: Setting) -> None:
+    """Stood in for too late, but nothing else is different."""
+    found = Model(setting, Rules(next_act=stands_in_late, reduces=False)).search()
+    print(found)
+
+    assert not found.broken, str(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,16 @@ DECIDED = Line("decide", 0, point=(7, 0), is_trained=True, members=(0, 1))
         (Ranks(Line("decide", 1)), Self(0, reach=(3, 0)), "the others have nothing to save; no step was agreed on"),
         (Ranks(DECIDED), Self(0, reach=(8, 0)), "it is past step 7, which was agreed on"),
         (Ranks(DECIDED), Self(0, reach=(6, 0)), "it did not come to step 7, which was agreed on, in time"),
+        (
+            Ranks(DECIDED),
+            Self(0, reach=(7, 1)),
+            "it is in the next epoch, and what it held of step 7 before that changed",
+        ),
+        (
+            Ranks(replace(DECIDED, point=(7, 1))),
+            Self(0, reach=(7, 0)),
+            "it did not come to the epoch behind step 7, which was agreed on, in time",
+        ),
         (Ranks(DECIDED), Self(0, reach=None), "its script ends"),
         (Ranks(DECIDED), Self(0, reach=(7, 0), is_unclean=True), "what it holds changed outside a step"),
     ],
@@ -126,18 +137,20 @@ def test_why_a_rank_saves_alone(ranks: Ranks, me: Self, why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "news", "why"),
+    ("reach", "is_kept", "news", "why"),
     [
-        ((8, 0), None, "it has gone on already"),
-        ((8, 0), object(), "it has gone on already"),
-        ((7, 0), object(), "the process is leaving"),
-        (None, None, "its script has ended"),
+        ((8, 0), False, None, "it has gone on already"),
+        ((8, 0), False, object(), "it has gone on already"),
+        ((7, 1), True, object(), "the process is leaving"),
+        ((7, 0), True, object(), "the process is leaving"),
+        (None, False, None, "its script has ended"),
     ],
 )
-def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, news: Any, why: str) -> None:
-    """A loop that stands still has not gone on."""
+def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, is_kept: bool, news: Any, why: str) -> None:
+    """A loop that stands still has not gone on, nor has one that has only begun the next epoch."""
     saver = object.__new__(JointSaver)
-    saver.__dict__.update(_shop=SimpleNamespace(gate=SimpleNamespace(reach=reach)), _leaving=SimpleNamespace(news=news))
+    gate = SimpleNamespace(reach=reach, can_save=lambda _: is_kept)
+    saver.__dict__.update(_shop=SimpleNamespace(gate=gate), _leaving=SimpleNamespace(news=news))
 
     assert saver._why_not((7, 0)) == why
 
