@@ -90,6 +90,7 @@ EVENTS = {
     # leaving
     "leaving": "state is safe, or cannot be made safe; the process leaves",
     "left_hard": "the main thread did not come back in time; the process ended at once",
+    "agent_ended": "torchrun started ranks again in a pod that has saved and goes; they sent SIGTERM to its agent",
     "exit_code_changed": "the script heard of the notice and ended with 0; the process ends with MIGRATOR_EXIT_CODE",
     "watch_weak": "a way of noticing the signal does not work here; the others do",
     "answer_failed": "the answer to the hook could not be written",

@@ -34,7 +34,6 @@ _MISSES = 5
 """A periodic save that a rank missed is ordered again at once, so often."""
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
-_AGENT_MARGIN_S = 1.0
 _SPEAKER_S = 1.0
 """So long a rank lets each lower rank of its pod answer the hook."""
 
@@ -48,8 +47,6 @@ class Pod:
     lower_pids: tuple[int, ...] = ()
     serves_store: bool = False
     """The job's store lives in this process."""
-    has_agent: bool = False
-    """Something (torchrun) starts ranks again that leave."""
 
 
 class _Sooner(Exception):  # noqa: N818 - internal
@@ -343,7 +340,4 @@ class JointSaver(Saver):
         if not ranks.is_lost:
             # The store may end before this process does; torch would print a page about that.
             ranks.close()
-        if self._pod.has_agent and leaving.pod_is_dying:
-            # An agent would start a rank that leaves by itself again, inside the dying pod.
-            while not leaving.is_terminated and time.monotonic() < leaving.news.deadline_s - _AGENT_MARGIN_S:
-                time.sleep(0.01)
+        super()._stay()

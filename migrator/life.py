@@ -23,7 +23,19 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from migrator import counters, environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
+from migrator import (
+    counters,
+    environment,
+    events,
+    launcher,
+    legacy,
+    lineage,
+    loading,
+    lookout,
+    randomness,
+    ranks,
+    signal_file,
+)
 from migrator.agreement import Line
 from migrator.canary import Contents
 from migrator.capture import Capturer
@@ -77,15 +89,18 @@ def begin(settings: Settings, registry: Registry) -> Life:
         return Life(settings, registry, noticed, owner)
     except (Exception, KeyboardInterrupt) as error:
         owner.release()
-        file = SignalFile(settings.signal, container=environment.container_life())
+        file = SignalFile.here(settings.signal)
         is_told = noticed.is_told and isinstance(error, Exception)
-        noticed.give_up()
         with contextlib.suppress(MigratorError):
             _withdraw(file, error, is_told=is_told, grace_s=settings.grace_s)
+        if is_told:
+            why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
+            log("leaving", level=logging.ERROR, why=why)
+            if launcher.agent() is not None:
+                noticed.stay()  # it would start this rank again inside the dying pod
+        noticed.give_up()
         if not is_told:
             raise
-        why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
-        log("leaving", level=logging.ERROR, why=why)
         # The pod goes in any case, and an error would tell the cluster not to start it again.
         raise Migrated(settings.exit_code) from error
 
@@ -97,7 +112,8 @@ def _withdraw(file: SignalFile, error: BaseException, *, is_told: bool, grace_s:
         return  # another process listens, and answers
     if is_told and file.open_request(grace_s) is not None:
         why = f"nothing was trained yet, and listening() failed: {error}"
-        file.write(signal_file.INIT, request=found.fields.get("request"), error=why)
+        fields = {"deadline": found.fields.get("deadline"), "agent": file.agent} if file.agent else {}
+        file.write(signal_file.INIT, request=found.fields.get("request"), error=why, **fields)
     elif found.word == signal_file.INIT and found.pids == (os.getpid(),):
         file.remove()
 
@@ -111,7 +127,7 @@ class Life:
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._nothing_trained_yet()
-        self._file = SignalFile(settings.signal, container=environment.container_life())
+        self._file = SignalFile.here(settings.signal)
         self._owner = owner
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
@@ -122,7 +138,7 @@ class Life:
         # Before anything that may wait: a notice comes once.
         self._noticed = noticed
         self._sigterm = noticed.sigterm
-        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
+        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code, agent=launcher.agent())
         noticed.look_at(self._file, settings.grace_s)
         noticed.end_at_deadline(self._leaving.exit_now)
         self._team = None
@@ -299,7 +315,7 @@ class Life:
             self._team.begin()
         self._noticed.hand_over()
         if self._team is None or self._team.pod.position == 0:
-            for warning in environment.launcher_warnings(os.environ):
+            for warning in launcher.warnings(os.environ, grace_s=self.settings.grace_s):
                 log("launcher_warning", level=logging.WARNING, means=warning)
         log(
             "listening",

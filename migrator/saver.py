@@ -128,8 +128,7 @@ class Saver(threading.Thread):
             if self._has_ended:
                 return  # the script is over, and so is saving
             is_first = self._leaving.begin(news)
-        self._leaving.pod_is_dying |= news.is_local
-        self._leaving.is_terminated |= news.source == "SIGTERM"
+        self._leaving.hear(news)
         self._pass_on(news)
         if not is_first:
             self._answer_again()
@@ -377,7 +376,8 @@ class Saver(threading.Thread):
         return outcome
 
     def _stay(self) -> None:
-        """After the answer: for those whose leaving too early would hurt somebody else."""
+        """After the answer, where leaving too early would hurt somebody else, or bring this rank back to life."""
+        self._leaving.stay_for_agent(speaks=self._speaks())
 
     def _last_save(self) -> Outcome:
         if not self._shop.gate.has_trained:
@@ -486,7 +486,10 @@ class Saver(threading.Thread):
                 fields["request"] = asked.fields.get("request")
                 hook = asked.fields.get("hook", "")
                 self._leaving.hook = int(hook) if hook.isdecimal() and len(hook) < 10 else None
-            elif only_if_asked:
+                if self._file.agent:
+                    # For the ranks that it may start again in this pod.
+                    fields |= {"deadline": asked.fields.get("deadline"), "agent": self._file.agent}
+            elif only_if_asked or self._leaving.is_again:
                 return
             self._file.write(signal_file.RESUME if outcome.is_safe else signal_file.INIT, **fields)
         except MigratorError as error:

@@ -176,9 +176,8 @@ class Team:
         pod = {rank: hello["pid"] for rank, hello in hellos.items() if _pod(hello) == _pod(mine)}
         lower = tuple(pid for rank, pid in pod.items() if rank < self.ranks.rank)
         self.pids = list(pod.values())
-        has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.pod = Pod(len(lower), lower, self.ranks.rank == 0 and not agent_serves, has_agent)
+        self.pod = Pod(len(lower), lower, self.ranks.rank == 0 and not agent_serves)
 
     def _sees_root(self) -> bool:
         """Whether this rank finds the very record that rank 0 has just made, and can write beside it."""

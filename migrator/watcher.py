@@ -37,6 +37,8 @@ class News:
     """From the news to the deadline."""
     is_local: bool = True
     """It came to this pod; else a peer is leaving, and this rank only with it."""
+    is_again: bool = False
+    """It was answered before this process began, and the pod is still there: see `signal_file.in_force`."""
 
 
 class Watcher(threading.Thread):
@@ -129,11 +131,16 @@ class Watcher(threading.Thread):
         fingerprint = self._file.fingerprint()
         if fingerprint == self._seen:
             return
+        is_first = self._seen == ()
         self._seen = fingerprint
         found = self._file.read()
+        now = time.time()
+        if is_first and (deadline := self._file.in_force()) is not None:
+            # An answer that comes later is this life's own.
+            self._on_news(News("signal file", time.monotonic() + deadline - now, deadline - now, is_again=True))
+            return
         if fingerprint is None or (found is not None and found.word != signal_file.SAVE):
             return
-        now = time.time()
         deadline = signal_file.is_open(
             found, now=now, mtime=fingerprint[1] / 1e9, grace_s=self._grace_s, container=self._file.container
         )

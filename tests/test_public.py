@@ -45,6 +45,7 @@ PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [
     {"errors", "events", "environment", "sigaction", "frames", "iteration"},
+    {"launcher"},
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending", "counters"},
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
