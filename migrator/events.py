@@ -84,6 +84,7 @@ EVENTS = {
     "later_life": "a later life of the job has begun without this ckpt and goes on without it",
     "save_failed": "a save could not be made durable; the ckpt before is untouched",
     "save_retry": "a save failed for a reason that may pass; it is tried again",
+    "save_too_long": "a save takes as long as a pod has from SIGTERM to SIGKILL, or longer; says what to set",
     "save_late": "a requested save is made at the next safe point",
     "retired": "ckpts that are no longer kept were deleted",
     "retention_failed": "an old ckpt could not be deleted",

@@ -210,6 +210,7 @@ class JointSaver(Saver):
             self.newest, self._misses = saved, 0
             if saved.size:
                 self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            self._tell_if_too_long(saved)
             if self._ranks.rank == 0:
                 self._look_for_later(saved)
             self._retire()

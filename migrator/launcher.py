@@ -8,6 +8,7 @@ grace. A rank that leaves by itself it starts again, also inside a pod that is g
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -68,7 +69,7 @@ def shutdown_timeout_s(environ: Mapping[str, str], command: list[str]) -> float:
 
 
 def _of_command(command: list[str]) -> str | None:
-    for word, following in zip(command, [*command[1:], ""], strict=True):
+    for word, following in zip(command, [*command[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         # As torchrun reads it: either spelling, and any beginning that means no other option.
         if len(name) > len("--sh") and _OPTION.startswith(name.replace("_", "-")):
@@ -88,6 +89,14 @@ def warnings(environ: Mapping[str, str], *, grace_s: float, pid_1: Path = Path("
             f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes goes, the "
             "agents of the others end with exit code 1; raise --max-restarts, or have their pods start them again "
             "(restartPolicy: OnFailure)"
+        )
+    ours = agent(environ)
+    if ours is not None and ours.shutdown_s < grace_s:
+        most_s = math.ceil(grace_s)
+        found.append(
+            f"torchrun ends the ranks by SIGKILL {ours.shutdown_s:g} s after SIGTERM, although the grace is "
+            f"{grace_s:g} s: a save that takes longer is lost; start torchrun with --shutdown-timeout={most_s}, or set "
+            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={most_s} in the pod"
         )
     if multiprocessing.parent_process() is not None and "TORCHELASTIC_RUN_ID" not in environ:
         found.append(

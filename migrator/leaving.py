@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from migrator.ending import ScriptEnd, end_with
@@ -73,8 +73,12 @@ class Leaving:
         """The script heard of the notice itself, or one on another rank did: it may end early because of it."""
 
     def begin(self, news: News) -> bool:
-        """Take the first news; later ones add nothing but, perhaps, a request to answer."""
+        """Take the first news; of later ones the earliest deadline counts, and a request wants its answer too."""
         if self.news is not None:
+            if news.deadline_s < self.news.deadline_s and self.outcome is None:
+                # An agent's SIGTERM behind the hook's request: it counts a time of its own from then on.
+                since_s = self.news.deadline_s - self.news.grace_s
+                self.news = replace(self.news, deadline_s=news.deadline_s, grace_s=news.deadline_s - since_s)
             return False
         self.news = news
         self.advanced_s = time.monotonic()

@@ -141,7 +141,7 @@ class Lookout:
         """`listening()` has begun: if it hangs, this is called just before the deadline of what was noticed."""
         with self._lock:
             self._end = end
-            noticed = list(self._noticed[:1])
+            noticed = list(self._noticed)
         for news in noticed:
             self._guard(news)
 

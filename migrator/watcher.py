@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from migrator import signal_file
+from migrator import launcher, signal_file
 from migrator.errors import MigratorError
 from migrator.events import log
 from migrator.signal_file import SignalFile
@@ -49,6 +49,7 @@ class Watcher(threading.Thread):
         self._sigterm = sigterm
         self._file = file
         self._grace_s = grace_s
+        self._sigterm_grace_s = launcher.sigterm_grace_s(grace_s, launcher.agent())
         self._on_news = on_news
         self._nudge_fd, self._nudged_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_closed = False
@@ -117,7 +118,8 @@ class Watcher(threading.Thread):
             self._sigterm.keep_heard()
             ready = {fd for fd, _ in poll.poll(LISTING_S * 1000)}
             if self._sigterm.read_fd in ready and self._sigterm.drain():
-                self._on_news(News("SIGTERM", time.monotonic() + self._grace_s, self._grace_s))
+                left_s = self._sigterm_grace_s
+                self._on_news(News("SIGTERM", time.monotonic() + left_s, left_s))
             if self._nudge_fd in ready:
                 os.read(self._nudge_fd, 4096)
 
