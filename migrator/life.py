@@ -32,6 +32,7 @@ from migrator import (
     lineage,
     loading,
     lookout,
+    meeting,
     randomness,
     ranks,
     signal_file,
@@ -147,6 +148,7 @@ class Life:
             self._say_init([os.getpid()])
             self._begin_generation({"ranks": 1})
         else:
+            meeting.come_together()
             self._team = Team(ranks.join(), settings, registry, self._storage)
             noticed.pass_on(self._team.pass_on)
             self._team.meet(self._begin_generation_for_all)

@@ -49,7 +49,7 @@ LAYERS = [
     {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending", "counters"},
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
-    {"between", "place"},
+    {"between", "place", "meeting"},
     {"parts", "leaving", "replay", "unfollowed", "lookout", "hooks.__main__"},
     {"manifest"},
     {"registry"},
