@@ -73,6 +73,7 @@ class Migrator:
         keep_exit_code: bool | None = None,
         resume: str | None = None,
         loops: str | None = None,
+        ranks: str | int | None = None,
     ) -> None:
         """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
 
@@ -104,6 +105,7 @@ class Migrator:
             "keep_exit_code": keep_exit_code,
             "resume": resume,
             "loops": loops,
+            "ranks": ranks,
         }
         import os
 

@@ -23,6 +23,16 @@ SHUTDOWN_S = 30.0
 _MARGIN_S = 1.0
 """What is left of that time for the end of the process, once all is saved."""
 _OPTION = "--shutdown-timeout"
+_SIZES = {
+    # Of the step that srun makes; a batch script has SLURM_NTASKS too, and may start one python.
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpiexec",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+    "HOROVOD_SIZE": "horovodrun",
+}
+"""How many processes were started together, in a variable that only those have, and by what."""
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "zsh"}
 
 
@@ -74,6 +84,36 @@ def _of_command(command: list[str]) -> str | None:
         # As torchrun reads it: either spelling, and any beginning that means no other option.
         if len(name) > len("--sh") and _OPTION.startswith(name.replace("_", "-")):
             return value if equals else following
+    return None
+
+
+@dataclass(frozen=True)
+class Several:
+    """What a launcher says of the processes that it has started together."""
+
+    by: str
+    variable: str
+    size: int
+
+    @property
+    def refusal(self) -> str:
+        """What to tell one of them that trains as if it were alone."""
+        return (
+            f"listening(): this process is one of {self.size} that {self.by} has started "
+            f"({self.variable}={self.size}), but there is no process group: each of them would be a job by itself, and "
+            "save and load beside the others. Call torch.distributed.init_process_group() before listening(), with "
+            "rank and number as the launcher tells them. If each is a job by itself, give each its own MIGRATOR_JOB "
+            "and MIGRATOR_SIGNAL, and say so: MIGRATOR_RANKS=1."
+        )
+
+
+def one_of_several(environ: Mapping[str, str]) -> Several | None:
+    """This process was started together with others. What says how it was started to torch is asked elsewhere."""
+    if "WORLD_SIZE" in environ:
+        return None
+    for variable, by in _SIZES.items():
+        if (size := _number(environ.get(variable))) > 1:
+            return Several(by, variable, size)
     return None
 
 

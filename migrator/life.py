@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch import distributed
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from migrator import (
@@ -132,6 +133,10 @@ class Life:
         self._owner = owner
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
+        if size == 1 and settings.ranks == "auto" and not _group_size():
+            several = launcher.one_of_several(os.environ)
+            if several is not None:
+                raise UsageError(several.refusal)
         events.rank = rank
         if size == 1:
             # Before anything says that this process listens, or that another life has begun.
@@ -602,6 +607,8 @@ class Life:
         """The loop could start again here."""
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()  # not everything that trains does it by an optimizer
+        if self.gate.phase in (Phase.FRESH, Phase.LOADED):
+            self._check_no_group_was_made()
         self.step += 1
         self._turn = 0
         self._unsaved_steps = 0
@@ -660,6 +667,8 @@ class Life:
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
+        if self.gate.phase in (Phase.FRESH, Phase.LOADED):
+            self._check_no_group_was_made()
         if self.gate.phase is Phase.LOADED:
             self._registry.first_step()
         if id(optimizer) not in self._known_optimizers:
@@ -698,6 +707,16 @@ class Life:
                 "and is about to train from the start. After listening(), add:\n"
                 "    if migrator.resume:\n        migrator.load_ckpt()\n"
                 "Or start over knowingly: MIGRATOR_RESUME=never."
+            )
+
+    def _check_no_group_was_made(self) -> None:
+        if self._team is not None or self.settings.ranks != "auto" or self.gate.is_leaving:
+            return
+        if (size := _group_size()) > 1:
+            raise UsageError(
+                f"a process group of {size} ranks was made after listening(): this rank would save and load as a job "
+                "by itself, beside the others. Call torch.distributed.init_process_group() before listening(). If "
+                "each rank is a job by itself, say so: MIGRATOR_RANKS=1."
             )
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
@@ -908,6 +927,12 @@ class Life:
         self.gate.before_step = self.gate.after_step = lambda _: None
         self.gate.phase = Phase.DIRTY  # a thread between step and safe point never waits
         self._is_explicit = True
+
+
+def _group_size() -> int:
+    """How many ranks the process group has; 0: there is none."""
+    is_there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_there else 0
 
 
 def _about() -> dict[str, Any]:
