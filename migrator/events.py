@@ -52,6 +52,8 @@ EVENTS = {
     "no_safe_point": "optimizers step but no safe point was ever made",
     "implied_safe_points": "safe points are implied; an interrupted epoch will be repeated from its start",
     "unregistered_optimizer": "an optimizer that is not registered changes registered tensors",
+    "comm_hook_not_saved": "a communication hook of DDP keeps a state that is not registered; a resume begins it anew",
+    "comm_hook_waits": "gradients are averaged without compression until DDP has packed its buckets",
     "unstorable": "a registered object holds something that no ckpt can; the rest of it is saved",
     "changed_while_copied": "another thread changed an object each time a safe point was to copy it",
     "stale_state": "an optimizer holds state of parameters that it does not step any more; it is not saved",

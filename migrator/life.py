@@ -25,6 +25,7 @@ from torch import distributed
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from migrator import (
+    comm_hooks,
     counters,
     environment,
     events,
@@ -199,6 +200,7 @@ class Life:
         self._is_explicit = False
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
+        self._has_checked_comm_hooks = False
         self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
@@ -669,6 +671,7 @@ class Life:
             self._check_resume_was_not_ignored()
         if self.gate.phase in (Phase.FRESH, Phase.LOADED):
             self._check_no_group_was_made()
+            self._check_comm_hooks()
         if self.gate.phase is Phase.LOADED:
             self._registry.first_step()
         if id(optimizer) not in self._known_optimizers:
@@ -718,6 +721,25 @@ class Life:
                 "by itself, beside the others. Call torch.distributed.init_process_group() before listening(). If "
                 "each rank is a job by itself, say so: MIGRATOR_RANKS=1."
             )
+
+    def _check_comm_hooks(self) -> None:
+        """DDP modules are often made behind `register()`, and their hooks later still."""
+        if self._team is None or self._has_checked_comm_hooks:
+            return
+        self._has_checked_comm_hooks = True
+        for found in comm_hooks.in_use():
+            name = self._registry.named(found.state)
+            if name is None:
+                log(
+                    "comm_hook_not_saved",
+                    level=logging.WARNING,
+                    hook=found.hook,
+                    state=type(found.state).__name__,
+                    means="this communication hook of DDP's keeps a state that is not registered, and begins anew "
+                    'after a resume: call migrator.register("comm_hook", state)',
+                )
+            elif isinstance(kind := self._registry[name], comm_hooks.HookState):
+                kind.met(found.module)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not registered: its momentum will not be in the ckpt."""
