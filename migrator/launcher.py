@@ -127,8 +127,8 @@ def warnings(environ: Mapping[str, str], *, grace_s: float, pid_1: Path = Path("
     if nodes > 1 and "TORCHELASTIC_MAX_RESTARTS" in environ and restarts >= most:
         found.append(
             f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes goes, the "
-            "agents of the others end with exit code 1; raise --max-restarts, or have their pods start them again "
-            "(restartPolicy: OnFailure)"
+            "agents of the others end with exit code 1; have their pods start them again (restartPolicy: OnFailure) or "
+            "raise --max-restarts, which does not help when the node goes that holds torchrun's store"
         )
     ours = agent(environ)
     if ours is not None and ours.shutdown_s < grace_s:
