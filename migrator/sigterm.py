@@ -118,7 +118,14 @@ class Sigterm:
 
         # A plain function: there are frameworks that call no other kind of handler.
         def handle(number: int, frame: FrameType | None) -> None:
-            self._handle(number, frame, link)
+            try:
+                self._handle(number, frame, link)
+            except RuntimeError:
+                # Torch's handler of SIGCHLD broke in before it was replaced: a loader worker died of the same signal.
+                if os.getpid() != self._pid:
+                    raise
+                quieten_sigchld()
+                self._handle(number, frame, link)
 
         self._links[handle] = link
         self._handler = handle
