@@ -38,7 +38,8 @@ class Migrator:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
 
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
-        arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
+        arrays, random generators, the states of DDP's communication hooks (PowerSGD, post-local SGD), and whatever has
+        `state_dict()` and `load_state_dict()`.
 
         `own=True`: each rank has its own, large tensors too (a replay buffer, a batch fetched ahead), and each
         gets its own back. Without it large tensors are taken to be the same on all ranks, and saved once.
