@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Mapping
@@ -10,49 +9,10 @@ from pathlib import Path
 
 _LAST_WORD_BYTES = 4096
 """Of a longer message kubelet shows the end only."""
-_SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "zsh"}
 
 
 def in_kubernetes(environ: Mapping[str, str]) -> bool:
     return "KUBERNETES_SERVICE_HOST" in environ
-
-
-def launcher_warnings(environ: Mapping[str, str], *, pid_1: Path = Path("/proc/1/cmdline")) -> list[str]:
-    """How the way this job was started can lose it when its pod goes, and what to do about it."""
-    found = []
-    nodes, restarts, most = (
-        _number(environ.get(name))
-        for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    )
-    if nodes > 1 and "TORCHELASTIC_MAX_RESTARTS" in environ and restarts >= most:
-        found.append(
-            f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes goes, the "
-            "agents of the others end with exit code 1; raise --max-restarts, or have their pods start them again "
-            "(restartPolicy: OnFailure)"
-        )
-    if multiprocessing.parent_process() is not None and "TORCHELASTIC_RUN_ID" not in environ:
-        found.append(
-            "this rank was started by multiprocessing (mp.spawn), whose parent passes no SIGTERM on, and ends with "
-            "exit code 1 when its ranks leave; use the preStop hook, or start the ranks by torchrun"
-        )
-    if in_kubernetes(environ) and os.getpid() != 1 and _is_shell(pid_1):
-        found.append(
-            "process 1 of this container is a shell, which passes no SIGTERM on; begin the trainer's line with `exec` "
-            '(sh -c "exec python train.py"), or rely on the preStop hook alone'
-        )
-    return found
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
-
-
-def _is_shell(cmdline: Path) -> bool:
-    try:
-        program = cmdline.read_bytes().split(b"\0")[0].decode(errors="replace")
-    except OSError:
-        return False
-    return program.rpartition("/")[2].lstrip("-") in _SHELLS
 
 
 def pod_name() -> str:

@@ -38,7 +38,8 @@ class Migrator:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
 
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
-        arrays, random generators, and whatever has `state_dict()` and `load_state_dict()`.
+        arrays, random generators, the states of DDP's communication hooks (PowerSGD, post-local SGD), and whatever has
+        `state_dict()` and `load_state_dict()`.
 
         `own=True`: each rank has its own, large tensors too (a replay buffer, a batch fetched ahead), and each
         gets its own back. Without it large tensors are taken to be the same on all ranks, and saved once.
@@ -73,6 +74,7 @@ class Migrator:
         keep_exit_code: bool | None = None,
         resume: str | None = None,
         loops: str | None = None,
+        ranks: str | int | None = None,
     ) -> None:
         """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
 
@@ -104,6 +106,7 @@ class Migrator:
             "keep_exit_code": keep_exit_code,
             "resume": resume,
             "loops": loops,
+            "ranks": ranks,
         }
         import os
 

@@ -31,7 +31,6 @@ from migrator.watcher import News
 
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
-_AGENT_MARGIN_S = 1.0
 _GONE_ON = "it has gone on already"
 _ASK_ALL = (
     "Ranks that exchange nothing do not wait for one another. Call save_ckpt() on all ranks behind the same step, or "
@@ -50,8 +49,6 @@ class Pod:
     lower_pids: tuple[int, ...] = ()
     serves_store: bool = False
     """The job's store lives in this process."""
-    has_agent: bool = False
-    """Something (torchrun) starts ranks again that leave."""
 
 
 class _Sooner(Exception):  # noqa: N818 - internal
@@ -217,6 +214,7 @@ class JointSaver(Saver):
             self.newest, self._misses = saved, 0
             if saved.size:
                 self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
+            self._tell_if_too_long(saved)
             if self._ranks.rank == 0:
                 self._look_for_later(saved)
             self._retire()
@@ -351,7 +349,4 @@ class JointSaver(Saver):
         if not ranks.is_lost:
             # The store may end before this process does; torch would print a page about that.
             ranks.close()
-        if self._pod.has_agent and leaving.pod_is_dying:
-            # An agent would start a rank that leaves by itself again, inside the dying pod.
-            while not leaving.is_terminated and time.monotonic() < leaving.news.deadline_s - _AGENT_MARGIN_S:
-                time.sleep(0.01)
+        super()._stay()

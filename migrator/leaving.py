@@ -13,12 +13,14 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from migrator.ending import ScriptEnd, end_with
 from migrator.errors import Migrated
 from migrator.events import log
+from migrator.launcher import Agent
+from migrator.signal_file import AGENT_MARGIN_S
 from migrator.sigterm import Sigterm, quieten_sigchld
 from migrator.watcher import News
 
@@ -46,9 +48,10 @@ class Outcome:
 class Leaving:
     """From the news to the end of the process."""
 
-    def __init__(self, *, sigterm: Sigterm, exit_code: int) -> None:
+    def __init__(self, *, sigterm: Sigterm, exit_code: int, agent: Agent | None = None) -> None:
         self._sigterm = sigterm
         self._exit_code = exit_code
+        self._agent = agent
         self.news: News | None = None
         self.outcome: Outcome | None = None
         self.is_decided = threading.Event()
@@ -61,6 +64,8 @@ class Leaving:
         """The news came to this pod, not only to another rank's."""
         self.is_terminated = False
         """SIGTERM came, first or later."""
+        self.is_again = False
+        """The pod has saved already, and its agent has started the ranks again."""
         self.marks_safe_points = False
         """The script has `batches()` or `safe_point()`."""
         self.script_end = ScriptEnd()
@@ -68,8 +73,12 @@ class Leaving:
         """The script heard of the notice itself, or one on another rank did: it may end early because of it."""
 
     def begin(self, news: News) -> bool:
-        """Take the first news; later ones add nothing but, perhaps, a request to answer."""
+        """Take the first news; of later ones the earliest deadline counts, and a request wants its answer too."""
         if self.news is not None:
+            if news.deadline_s < self.news.deadline_s and self.outcome is None:
+                # An agent's SIGTERM behind the hook's request: it counts a time of its own from then on.
+                since_s = self.news.deadline_s - self.news.grace_s
+                self.news = replace(self.news, deadline_s=news.deadline_s, grace_s=news.deadline_s - since_s)
             return False
         self.news = news
         self.advanced_s = time.monotonic()
@@ -80,6 +89,28 @@ class Leaving:
         """Seconds until the deadline, less what answering and exiting take."""
         assert self.news is not None
         return self.news.deadline_s - time.monotonic() - 0.5
+
+    def hear(self, news: News) -> None:
+        """What each news says, the first or a later one."""
+        self.pod_is_dying |= news.is_local
+        self.is_terminated |= news.source == "SIGTERM"
+        self.is_again |= news.is_again
+
+    def stay_for_agent(self, *, speaks: bool) -> None:
+        """An agent would start a rank that leaves by itself again, inside the dying pod: so not before its SIGTERM."""
+        if self._agent is None or not self.pod_is_dying:
+            return
+        assert self.news is not None
+        if self.is_again and speaks and not self.is_terminated and self._agent.end():
+            log(
+                "agent_ended",
+                level=logging.WARNING,
+                agent=self._agent.pid,
+                means="it started ranks in a pod that has saved and goes, and would again: other pods' groups would "
+                "break each time. SIGTERM was sent to it, as kubelet is about to do",
+            )
+        while not self.is_terminated and time.monotonic() < self.news.deadline_s - AGENT_MARGIN_S:
+            time.sleep(0.01)
 
     def decide(self, outcome: Outcome) -> None:
         self.outcome = outcome

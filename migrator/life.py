@@ -21,9 +21,24 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch import distributed
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from migrator import counters, environment, events, legacy, lineage, loading, lookout, randomness, ranks, signal_file
+from migrator import (
+    comm_hooks,
+    counters,
+    environment,
+    events,
+    launcher,
+    legacy,
+    lineage,
+    loading,
+    lookout,
+    meeting,
+    randomness,
+    ranks,
+    signal_file,
+)
 from migrator.agreement import Line
 from migrator.canary import Contents
 from migrator.capture import Capturer
@@ -78,15 +93,18 @@ def begin(settings: Settings, registry: Registry) -> Life:
         return Life(settings, registry, noticed, owner)
     except (Exception, KeyboardInterrupt) as error:
         owner.release()
-        file = SignalFile(settings.signal, container=environment.container_life())
+        file = SignalFile.here(settings.signal)
         is_told = noticed.is_told and isinstance(error, Exception)
-        noticed.give_up()
         with contextlib.suppress(MigratorError):
             _withdraw(file, error, is_told=is_told, grace_s=settings.grace_s)
+        if is_told:
+            why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
+            log("leaving", level=logging.ERROR, why=why)
+            if launcher.agent() is not None:
+                noticed.stay()  # it would start this rank again inside the dying pod
+        noticed.give_up()
         if not is_told:
             raise
-        why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
-        log("leaving", level=logging.ERROR, why=why)
         # The pod goes in any case, and an error would tell the cluster not to start it again.
         raise Migrated(settings.exit_code) from error
 
@@ -98,7 +116,8 @@ def _withdraw(file: SignalFile, error: BaseException, *, is_told: bool, grace_s:
         return  # another process listens, and answers
     if is_told and file.open_request(grace_s) is not None:
         why = f"nothing was trained yet, and listening() failed: {error}"
-        file.write(signal_file.INIT, request=found.fields.get("request"), error=why)
+        fields = {"deadline": found.fields.get("deadline"), "agent": file.agent} if file.agent else {}
+        file.write(signal_file.INIT, request=found.fields.get("request"), error=why, **fields)
     elif found.word == signal_file.INIT and found.pids == (os.getpid(),):
         file.remove()
 
@@ -112,10 +131,14 @@ class Life:
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._nothing_trained_yet()
-        self._file = SignalFile(settings.signal, container=environment.container_life())
+        self._file = SignalFile.here(settings.signal)
         self._owner = owner
         self._storage = LocalStorage(settings.ckpt, settings.job)
         rank, size = ranks.place()
+        if size == 1 and settings.ranks == "auto" and not _group_size():
+            several = launcher.one_of_several(os.environ)
+            if several is not None:
+                raise UsageError(several.refusal)
         events.rank = rank
         if size == 1:
             # Before anything says that this process listens, or that another life has begun.
@@ -123,7 +146,7 @@ class Life:
         # Before anything that may wait: a notice comes once.
         self._noticed = noticed
         self._sigterm = noticed.sigterm
-        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code)
+        self._leaving = Leaving(sigterm=self._sigterm, exit_code=settings.exit_code, agent=launcher.agent())
         noticed.look_at(self._file, settings.grace_s)
         noticed.end_at_deadline(self._leaving.exit_now)
         self._team = None
@@ -132,6 +155,7 @@ class Life:
             self._say_init([os.getpid()])
             self._begin_generation({"ranks": 1})
         else:
+            meeting.come_together()
             self._team = Team(ranks.join(), settings, registry, self._storage)
             noticed.pass_on(self._team.pass_on)
             self._team.meet(self._begin_generation_for_all)
@@ -177,6 +201,7 @@ class Life:
         self._is_explicit = False
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
+        self._has_checked_comm_hooks = False
         self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
@@ -300,7 +325,7 @@ class Life:
             self._team.begin()
         self._noticed.hand_over()
         if self._team is None or self._team.pod.position == 0:
-            for warning in environment.launcher_warnings(os.environ):
+            for warning in launcher.warnings(os.environ, grace_s=self.settings.grace_s):
                 log("launcher_warning", level=logging.WARNING, means=warning)
         log(
             "listening",
@@ -587,6 +612,8 @@ class Life:
         """The loop could start again here."""
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()  # not everything that trains does it by an optimizer
+        if self.gate.phase in (Phase.FRESH, Phase.LOADED):
+            self._check_no_group_was_made()
         self.step += 1
         self._turn = 0
         self._unsaved_steps = 0
@@ -645,6 +672,9 @@ class Life:
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
+        if self.gate.phase in (Phase.FRESH, Phase.LOADED):
+            self._check_no_group_was_made()
+            self._check_comm_hooks()
         if self.gate.phase is Phase.LOADED:
             self._registry.first_step()
         if id(optimizer) not in self._known_optimizers:
@@ -684,6 +714,35 @@ class Life:
                 "    if migrator.resume:\n        migrator.load_ckpt()\n"
                 "Or start over knowingly: MIGRATOR_RESUME=never."
             )
+
+    def _check_no_group_was_made(self) -> None:
+        if self._team is not None or self.settings.ranks != "auto" or self.gate.is_leaving:
+            return
+        if (size := _group_size()) > 1:
+            raise UsageError(
+                f"a process group of {size} ranks was made after listening(): this rank would save and load as a job "
+                "by itself, beside the others. Call torch.distributed.init_process_group() before listening(). If "
+                "each rank is a job by itself, say so: MIGRATOR_RANKS=1."
+            )
+
+    def _check_comm_hooks(self) -> None:
+        """DDP modules are often made behind `register()`, and their hooks later still."""
+        if self._team is None or self._has_checked_comm_hooks:
+            return
+        self._has_checked_comm_hooks = True
+        for found in comm_hooks.in_use():
+            name = self._registry.named(found.state)
+            if name is None:
+                log(
+                    "comm_hook_not_saved",
+                    level=logging.WARNING,
+                    hook=found.hook,
+                    state=type(found.state).__name__,
+                    means="this communication hook of DDP's keeps a state that is not registered, and begins anew "
+                    'after a resume: call migrator.register("comm_hook", state)',
+                )
+            elif isinstance(kind := self._registry[name], comm_hooks.HookState):
+                kind.met(found.module)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer that is not registered: its momentum will not be in the ckpt."""
@@ -893,6 +952,12 @@ class Life:
         self.gate.before_step = self.gate.after_step = lambda _: None
         self.gate.phase = Phase.DIRTY  # a thread between step and safe point never waits
         self._is_explicit = True
+
+
+def _group_size() -> int:
+    """How many ranks the process group has; 0: there is none."""
+    is_there = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if is_there else 0
 
 
 def _about() -> dict[str, Any]:

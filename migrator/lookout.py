@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from migrator import environment, events, settings
+from migrator import events, settings
 from migrator.errors import UsageError
 from migrator.events import log
-from migrator.signal_file import SignalFile
+from migrator.signal_file import AGENT_MARGIN_S, SignalFile
 from migrator.sigterm import Sigterm
 from migrator.watcher import News, Watcher
 
@@ -53,7 +53,7 @@ def watch() -> None:
     events.ensure_visible()
     signal, grace_s = settings.of_the_signal(os.environ)
     _newest = Lookout()
-    _newest.look_at(SignalFile(signal, container=environment.container_life()), grace_s)
+    _newest.look_at(SignalFile.here(signal), grace_s)
 
 
 def take() -> Lookout:
@@ -141,7 +141,7 @@ class Lookout:
         """`listening()` has begun: if it hangs, this is called just before the deadline of what was noticed."""
         with self._lock:
             self._end = end
-            noticed = list(self._noticed[:1])
+            noticed = list(self._noticed)
         for news in noticed:
             self._guard(news)
 
@@ -158,6 +158,13 @@ class Lookout:
     def hand_over(self) -> None:
         """Somebody else sees to it that the process ends in time."""
         self._is_in_hands.set()
+
+    def stay(self) -> None:
+        """Main thread: until SIGTERM, or shortly before the deadline of what was noticed."""
+        with self._lock:
+            end_s = min((news.deadline_s for news in self._noticed), default=0.0) - AGENT_MARGIN_S
+        while not self.sigterm.is_heard and time.monotonic() < end_s:
+            time.sleep(0.02)
 
     def give_up(self) -> None:
         """`listening()` has failed, or `close()` was called: the process goes on as if it had not begun."""

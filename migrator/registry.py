@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator import kinds, manifest, randomness, tree
+from migrator import comm_hooks, kinds, manifest, randomness, tree
 from migrator.errors import RegistrationError
 from migrator.sampler import ElasticSampler
 from migrator.storable import Storable
@@ -65,7 +65,7 @@ class Registry:
         if adapter.may_lack:
             self.storable.begin(name, value)
         self._kinds[name], self._targets[name] = adapter, target
-        if own:
+        if own or isinstance(adapter, comm_hooks.HookState):
             self.own.add(name)
 
     def _check_size(self, name: str, size: int) -> None:
@@ -217,6 +217,7 @@ _KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
     (lambda value: isinstance(value, torch.amp.GradScaler), kinds.Scaler),
     (lambda value: isinstance(value, ElasticSampler), kinds.Sampler),
     (randomness.is_generator, kinds.Generator),
+    (comm_hooks.is_hook_state, comm_hooks.HookState),
     (_is_stateful, kinds.Stateful),
     (lambda value: isinstance(value, (dict, list, set, deque)), kinds.Container),
     (lambda value: isinstance(value, (Tensor, np.ndarray)), kinds.TensorOrArray),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from migrator import identity, lineage, retention, signal_file
+from migrator import identity, launcher, lineage, retention, signal_file
 from migrator.capture import Capture
 from migrator.errors import MigratorError, SaveFailed, StorageError
 from migrator.events import log
@@ -38,6 +38,8 @@ FAILED_AGAIN_S = 60.0
 _UNCLEAN_LIMIT = 2
 """An object seen changing outside a step so often is saved at safe points only from then on."""
 _SWITCH_S = 0.0005
+_OF_GRACE = 0.7
+"""A save that takes more of the time between SIGTERM and SIGKILL may not fit into it when the pod goes."""
 _WHY_AT_MOST = 900
 """Of a longer reason hook and kubelet get the beginning: what follows it has to fit as well. The log has all of it."""
 
@@ -80,6 +82,7 @@ class Saver(threading.Thread):
         """The newest ckpt of this life, or the one it was loaded from."""
         self.bad: frozenset[str] = frozenset()
         """Ckpts that turned out corrupt while loading."""
+        self._has_told_of_time = False
         self.is_busy = False
         self.for_hook = ForHook(file.path)
         self._last_word = LastWord(settings.termination_log)
@@ -128,8 +131,7 @@ class Saver(threading.Thread):
             if self._has_ended:
                 return  # the script is over, and so is saving
             is_first = self._leaving.begin(news)
-        self._leaving.pod_is_dying |= news.is_local
-        self._leaving.is_terminated |= news.source == "SIGTERM"
+        self._leaving.hear(news)
         self._pass_on(news)
         if not is_first:
             self._answer_again()
@@ -218,6 +220,7 @@ class Saver(threading.Thread):
         error: Exception | None = None
         try:
             saved = self._save(Why.ASKED if tickets else Why.PERIODIC)
+            self._tell_if_too_long(saved)
             self._look_for_later(saved)
             self._retire()
         except GivenUp:
@@ -342,6 +345,27 @@ class Saver(threading.Thread):
                     "stands at a safe point",
                 )
 
+    def _tell_if_too_long(self, saved: Saved) -> None:
+        """Once: the last save, in a pod that goes, will not take less time than this one did."""
+        agent = launcher.agent()
+        grace_s = self._settings.grace_s
+        left_s = launcher.sigterm_grace_s(grace_s, agent)
+        if self._has_told_of_time or saved.took_s < _OF_GRACE * left_s or not self._speaks():
+            return
+        self._has_told_of_time = True
+        instead = "make terminationGracePeriodSeconds and MIGRATOR_GRACE_S longer"
+        if agent is not None and left_s < grace_s:
+            instead = "give torchrun a longer --shutdown-timeout (TORCH_ELASTIC_SHUTDOWN_TIMEOUT in the pod)"
+        log(
+            "save_too_long",
+            level=logging.WARNING,
+            ckpt=saved.ckpt,
+            bytes=saved.size,
+            took_s=saved.took_s,
+            left_s=left_s,
+            means=f"a save takes about as long as a pod has from SIGTERM to SIGKILL, or longer: {instead}",
+        )
+
     def _live_bytes(self) -> int:
         capture = self._shop.gate.capture
         if capture is None:
@@ -377,7 +401,8 @@ class Saver(threading.Thread):
         return outcome
 
     def _stay(self) -> None:
-        """After the answer: for those whose leaving too early would hurt somebody else."""
+        """After the answer, where leaving too early would hurt somebody else, or bring this rank back to life."""
+        self._leaving.stay_for_agent(speaks=self._speaks())
 
     def _last_save(self) -> Outcome:
         if not self._shop.gate.has_trained:
@@ -486,7 +511,10 @@ class Saver(threading.Thread):
                 fields["request"] = asked.fields.get("request")
                 hook = asked.fields.get("hook", "")
                 self._leaving.hook = int(hook) if hook.isdecimal() and len(hook) < 10 else None
-            elif only_if_asked:
+                if self._file.agent:
+                    # For the ranks that it may start again in this pod.
+                    fields |= {"deadline": asked.fields.get("deadline"), "agent": self._file.agent}
+            elif only_if_asked or self._leaving.is_again:
                 return
             self._file.write(signal_file.RESUME if outcome.is_safe else signal_file.INIT, **fields)
         except MigratorError as error:

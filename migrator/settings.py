@@ -22,6 +22,7 @@ from migrator.events import log
 
 Resume = Literal["auto", "never", "require"]
 LoopsOnResume = Literal["continue", "anew"]
+Ranks = Literal["auto", "1"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,12 @@ def _resume(text: str) -> Resume:
     return cast(Resume, text)
 
 
+def _ranks(text: str) -> Ranks:
+    if text not in ("auto", "1"):
+        raise ValueError("auto or 1")
+    return cast(Ranks, text)
+
+
 def _loops(text: str) -> LoopsOnResume:
     if text not in ("continue", "anew"):
         raise ValueError("continue or anew")
@@ -156,6 +163,9 @@ class Settings:
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
     loops: LoopsOnResume = _variable(
         "MIGRATOR_LOOPS", "continue", "an interrupted epoch: continue, or begin it anew (anew)", _loops
+    )
+    ranks: Ranks = _variable(
+        "MIGRATOR_RANKS", "auto", "auto: those of the process group; 1: this process is a job by itself", _ranks
     )
     termination_log: Path = Path("/dev/termination-log")
     """What kubelet shows as the container's last message. The pod says where it is, so the script has no say."""

@@ -17,6 +17,10 @@ garbage, for no news at all.
 All of it also says in which `container` it was written: a volume may outlive the
 container, and a request to one is nothing to the next.
 
+An answer under an agent (torchrun) says as well until when the request it answers
+is in force, and for which agent: `deadline`, `agent`. The ranks that this agent may
+start again until then are in a pod that goes.
+
 The price: the last writer wins. Hooks that ask, and a trainer that begins to
 listen, agree through a lock file; an answer is written without it.
 """
@@ -35,6 +39,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from migrator import environment, launcher
 from migrator.errors import SettingsError
 
 INIT, SAVE, RESUME = "init", "save", "resume"
@@ -45,6 +50,8 @@ READ_AT_MOST = 64 * 1024
 _VALUE_AT_MOST = 4096
 DEADLINE_AT_MOST_S = 86400.0
 """No request is open for longer, whatever it says: what waits for a deadline must come to an end."""
+AGENT_MARGIN_S = 1.0
+"""Ranks that have saved stay for their agent's SIGTERM, but leave so long before the deadline."""
 LOCKED_S = 0.5
 """A lock that is held longer is that of a process that was killed. The hooks wait as long."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -109,6 +116,22 @@ def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float, 
     return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
 
 
+def in_force(signal: Signal | None, *, now: float, container: str, agent: str) -> float | None:
+    """The deadline of a request that was answered by ranks of this agent's, if it is not over yet.
+
+    Whether they could save or not: the pod goes in any case. Another agent in the same container was started by a
+    person, who knows that nobody takes the container away.
+    """
+    if signal is None or signal.word == SAVE or not agent or signal.fields.get("agent") != agent:
+        return None
+    deadline = _finite(signal.fields.get("deadline"))
+    if deadline is None or not _is_of(container, signal):
+        return None
+    # Ranks whose agent was not stopped leave so long before the deadline. Started again then, they may train.
+    deadline -= AGENT_MARGIN_S
+    return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
+
+
 def _is_of(container: str, signal: Signal) -> bool:
     """Written in this container, as far as both are known."""
     said = signal.fields.get("container", "")
@@ -126,11 +149,19 @@ def _finite(text: str | None) -> float | None:
 class SignalFile:
     """The signal file at one path. Every failure is a `SettingsError` that names it."""
 
-    def __init__(self, path: str | os.PathLike[str], *, container: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], *, container: str = "", agent: str = "") -> None:
         self.path = Path(path)
         self._ended = self.path.with_name(f"{self.path.name}.ended")
         self.container = container
         """Said in all that is written (`environment.container_life`)."""
+        self.agent = agent
+        """Which agent has started this process (`launcher.Agent.life`); empty: none."""
+
+    @staticmethod
+    def here(path: Path) -> SignalFile:
+        """As a process in this container has it."""
+        agent = launcher.agent()
+        return SignalFile(path, container=environment.container_life(), agent=agent.life if agent else "")
 
     def __repr__(self) -> str:
         return f"SignalFile({str(self.path)!r})"
@@ -177,10 +208,14 @@ class SignalFile:
         mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
         return is_open(self.read(), now=time.time(), mtime=mtime, grace_s=grace_s, container=self.container)
 
+    def in_force(self) -> float | None:
+        """The deadline of a request that was answered, but by ranks which this one's agent has started again."""
+        return in_force(self.read(), now=time.time(), container=self.container, agent=self.agent)
+
     def write_unless_asked(self, word: str, /, *, grace_s: float, **fields: object) -> float | None:
-        """Replace the file, but not an open request: its deadline is returned then."""
+        """Replace the file, but not a request that is open or still in force: its deadline is returned then."""
         with self._locked():
-            deadline = self.open_request(grace_s)
+            deadline = self.open_request(grace_s) or self.in_force()
             if deadline is None:
                 self.write(word, **fields)
             return deadline

@@ -211,16 +211,21 @@ class Sigterm:
         if self.raise_now is not None and not self.is_exiting:
             self._raise_once(frame)
             return
-        quieten_sigchld()
-        self.is_heard = True
-        try:
-            os.write(self._write_fd, bytes([signal.SIGTERM]))
-        except OSError:
-            pass  # the pipe is full: of news
+        for _ in range(_TRIES):
+            # Torch's handler of SIGCHLD may break in before it is replaced: a loader worker died of the same signal.
+            with contextlib.suppress(RuntimeError):
+                self._note()
+                break
         self._call_replaced(number, frame, link)
         if self.raise_now is not None and not self.is_exiting:
             # The state became safe while the script's handler ran.
             self._raise_once(frame)
+
+    def _note(self) -> None:
+        quieten_sigchld()
+        self.is_heard = True
+        with contextlib.suppress(OSError):  # the pipe is full: of news
+            os.write(self._write_fd, bytes([signal.SIGTERM]))
 
     def _raise_once(self, frame: FrameType | None) -> None:
         # Once only: the next one would break into the script's own clean-up. And not in a finalizer, where an

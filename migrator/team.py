@@ -97,7 +97,7 @@ class Team:
         """The ranks in this pod."""
         agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         # Known from the beginning: whatever goes wrong, the store ends last.
-        self.pod = Pod(serves_store=ranks.rank == 0 and not agent_serves, has_agent="TORCHELASTIC_RUN_ID" in os.environ)
+        self.pod = Pod(serves_store=ranks.rank == 0 and not agent_serves)
         ranks.start()
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from migrator import signal_file
+from migrator import launcher, signal_file
 from migrator.errors import MigratorError
 from migrator.events import log
 from migrator.signal_file import SignalFile
@@ -37,6 +37,8 @@ class News:
     """From the news to the deadline."""
     is_local: bool = True
     """It came to this pod; else a peer is leaving, and this rank only with it."""
+    is_again: bool = False
+    """It was answered before this process began, and the pod is still there: see `signal_file.in_force`."""
 
 
 class Watcher(threading.Thread):
@@ -47,6 +49,7 @@ class Watcher(threading.Thread):
         self._sigterm = sigterm
         self._file = file
         self._grace_s = grace_s
+        self._sigterm_grace_s = launcher.sigterm_grace_s(grace_s, launcher.agent())
         self._on_news = on_news
         self._nudge_fd, self._nudged_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_closed = False
@@ -115,7 +118,8 @@ class Watcher(threading.Thread):
             self._sigterm.keep_heard()
             ready = {fd for fd, _ in poll.poll(LISTING_S * 1000)}
             if self._sigterm.read_fd in ready and self._sigterm.drain():
-                self._on_news(News("SIGTERM", time.monotonic() + self._grace_s, self._grace_s))
+                left_s = self._sigterm_grace_s
+                self._on_news(News("SIGTERM", time.monotonic() + left_s, left_s))
             if self._nudge_fd in ready:
                 os.read(self._nudge_fd, 4096)
 
@@ -129,11 +133,16 @@ class Watcher(threading.Thread):
         fingerprint = self._file.fingerprint()
         if fingerprint == self._seen:
             return
+        is_first = self._seen == ()
         self._seen = fingerprint
         found = self._file.read()
+        now = time.time()
+        if is_first and (deadline := self._file.in_force()) is not None:
+            # An answer that comes later is this life's own.
+            self._on_news(News("signal file", time.monotonic() + deadline - now, deadline - now, is_again=True))
+            return
         if fingerprint is None or (found is not None and found.word != signal_file.SAVE):
             return
-        now = time.time()
         deadline = signal_file.is_open(
             found, now=now, mtime=fingerprint[1] / 1e9, grace_s=self._grace_s, container=self._file.container
         )

@@ -285,6 +285,20 @@ def test_listening_that_fails_in_a_pod_that_leaves_is_no_failure_of_the_job(earl
     assert "listening() failed" in said.fields["error"]
 
 
+def test_listening_that_fails_in_a_pod_that_leaves_waits_for_its_agent(early: Job) -> None:
+    """An agent would start the rank again at once, inside the dying pod, as often as it may."""
+    early.root.write_text("a file where the root should be")
+    ask(early)
+    let(early)
+    life = early.run(TORCHELASTIC_RUN_ID="tests")
+    life.wait_for("leaving why=")
+    with pytest.raises(AssertionError, match="still running"):
+        life.wait(0.5)
+    life.kill()
+
+    assert life.wait() == 143, life.text
+
+
 # Several ranks.
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from migrator import sigterm as sigterm_module
 from migrator.errors import Migrated
 from migrator.leaving import Leaving
 from migrator.sigterm import Sigterm
@@ -334,3 +335,30 @@ def test_a_loader_worker_that_dies_while_its_signal_is_silenced_does_no_harm(
         signal.raise_signal(signal.SIGCHLD)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_loader_worker_that_dies_of_the_same_signal_does_not_break_into_the_handler(
+    ours: Sigterm, ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's SIGTERM ends the workers too, and torch raises in the main thread, inside our handler as well."""
+
+    def torchs(number: int, frame: FrameType | None) -> None:
+        ran.append("torch's")
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    before = signal.signal(signal.SIGCHLD, torchs)
+    quieten = sigterm_module.quieten_sigchld
+
+    def as_a_worker_dies() -> None:
+        if not ran:
+            os.kill(os.getpid(), signal.SIGCHLD)
+        quieten()
+
+    monkeypatch.setattr(sigterm_module, "quieten_sigchld", as_a_worker_dies)
+    try:
+        tell_to_leave()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+    assert ran == ["torch's", "before listening()"]
+    assert ours.is_heard

@@ -45,10 +45,21 @@ PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [
     {"errors", "events", "environment", "sigaction", "frames", "iteration"},
-    {"settings", "agreement", "permutation", "tree", "blocks", "signal_file", "signal_owner", "ending", "counters"},
+    {"launcher", "buckets", "pace", "shared_log", "bell"},
+    {
+        "settings",
+        "agreement",
+        "permutation",
+        "tree",
+        "blocks",
+        "signal_file",
+        "signal_owner",
+        "ending",
+        "counters",
+    },
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
-    {"between", "place"},
+    {"between", "place", "meeting", "comm_hooks"},
     {"parts", "leaving", "replay", "unfollowed", "lookout", "hooks.__main__"},
     {"manifest"},
     {"registry"},

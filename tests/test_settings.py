@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "keep_exit_code": False,
     "resume": "auto",
     "loops": "continue",
+    "ranks": "auto",
 }
 
 # (setting, its variable, a text, what it means, another text, what that means)
@@ -42,6 +43,7 @@ VALUES: list[tuple[str, str, str, Any, str, Any]] = [
     ("keep_exit_code", "MIGRATOR_KEEP_EXIT_CODE", "on", True, "off", False),
     ("resume", "MIGRATOR_RESUME", "never", "never", "require", "require"),
     ("loops", "MIGRATOR_LOOPS", "anew", "anew", "continue", "continue"),
+    ("ranks", "MIGRATOR_RANKS", "1", "1", "auto", "auto"),
 ]
 
 BAD = [
@@ -76,6 +78,7 @@ BAD = [
     ("MIGRATOR_KEEP_EXIT_CODE", "1", "on or off"),
     ("MIGRATOR_RESUME", "no", "auto, never or require"),
     ("MIGRATOR_LOOPS", "Anew", "continue or anew"),
+    ("MIGRATOR_RANKS", "2", "auto or 1"),
     ("MIGRATOR_RESUME", "Never", "auto, never or require"),
 ]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from migrator import environment
+from migrator import launcher
 from migrator.signal_file import RESUME
 from tests.gang import LOOPBACK, Pod, free_port, is_running
 from tests.harness import ROOT, Job, Process, events_in, until
@@ -379,7 +379,7 @@ def test_a_replacement_waits_for_the_save_of_the_life_before_it(job: Job) -> Non
 def warnings(environ: dict[str, str], tmp_path: Path, pid_1: str = "python\0train.py\0") -> list[str]:
     cmdline = tmp_path / "cmdline"
     cmdline.write_bytes(pid_1.encode())
-    return environment.launcher_warnings(environ, pid_1=cmdline)
+    return launcher.warnings(environ, grace_s=30, pid_1=cmdline)
 
 
 @pytest.mark.parametrize(
@@ -422,4 +422,4 @@ def test_ordinary_starts_are_warned_of_nothing(tmp_path: Path) -> None:
     assert warnings({}, tmp_path) == []
     assert warnings({"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "many"}, tmp_path) == []
     environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert environment.launcher_warnings(environ, pid_1=tmp_path / "none") == []
+    assert launcher.warnings(environ, grace_s=30, pid_1=tmp_path / "none") == []

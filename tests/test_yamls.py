@@ -252,6 +252,16 @@ def leaves_restarts_to_the_pod(manifest: Manifest) -> list[str]:
     return wrong
 
 
+def lets_the_ranks_have_the_grace(manifest: Manifest) -> list[str]:
+    """torchrun has a time of its own between SIGTERM and SIGKILL, 30 s unless it is told."""
+    wrong = []
+    for where, pod, container in manifest.containers:
+        told = variables(container).get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        if words(container)[0] == "torchrun" and told != str(pod.get("terminationGracePeriodSeconds")):
+            wrong.append(f"{where}: torchrun kills the ranks after {told} s")
+    return wrong
+
+
 def says_how_to_use_it(manifest: Manifest) -> list[str]:
     """The file opens with a comment: the commands to apply and to delete it, of files that exist."""
     head = "".join(line for line in manifest.text.splitlines(keepends=True) if line.startswith("#"))
@@ -277,6 +287,7 @@ RULES: list[Callable[[Manifest], list[str]]] = [
     runs_an_example,
     sets_what_exists,
     leaves_restarts_to_the_pod,
+    lets_the_ranks_have_the_grace,
     says_how_to_use_it,
 ]
 
@@ -364,6 +375,13 @@ BREAKS: list[tuple[Callable[[Manifest], list[str]], str, str, str]] = [
     (sets_what_exists, "torchrun.yaml", "MIGRATOR_CKPT", "MIGRATOR_CKPTS"),
     (leaves_restarts_to_the_pod, "torchrun.yaml", '"torchrun", ', '"torchrun", "--max-restarts=3", '),
     (leaves_restarts_to_the_pod, "torchrun.yaml", 'nprocPerNode: "2"', 'nprocPerNode: "auto"'),
+    (lets_the_ranks_have_the_grace, "torchrun.yaml", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "SHUTDOWN_TIMEOUT"),
+    (
+        lets_the_ranks_have_the_grace,
+        "torchrun.yaml",
+        "terminationGracePeriodSeconds: 60",
+        "terminationGracePeriodSeconds: 90",
+    ),
     (says_how_to_use_it, "pvc.yaml", "kubectl apply -f yamls/pvc.yaml", "kubectl apply"),
     (says_how_to_use_it, "job.yaml", "#   kubectl delete", "#   delete"),
     (says_how_to_use_it, "job.yaml", "# One pod", "\n# One pod"),

@@ -48,7 +48,7 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
         ckpt="/pvc", job="mnist", signal="/s", grace_s=30, every=500, keep=2, exit_code=143, resume="auto"
     )
     migrator.listening(every="10m", grace_s=30.5)
-    migrator.listening(keep_exit_code=True)
+    migrator.listening(keep_exit_code=True, ranks=1)
     loss = migrator.meter("loss")
     loss.add(1.0)
     loss.add(torch.ones(()), 32)
