@@ -57,6 +57,7 @@ from migrator.signal_file import SignalFile
 from migrator.signal_owner import SignalOwner
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
+from migrator.uneven import UnevenInputs
 from migrator.unfollowed import UnfollowedLoaders
 from migrator.watcher import News
 
@@ -179,6 +180,7 @@ class Life:
         self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
+        self._uneven: UnevenInputs | None = None
 
     # Beginning.
 
@@ -286,6 +288,8 @@ class Life:
         self.gate.install()
         self._workers_seeded_apart = WorkersSeededApart()
         self._unfollowed = UnfollowedLoaders(self.loops.registered, lambda: self.loops.is_fetching)
+        if self._team is not None:
+            self._uneven = UnevenInputs(lambda params: self._registry.owner_of(params) is not None)
         # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
@@ -639,6 +643,8 @@ class Life:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.raise_postponed()
+        if self._uneven is not None:
+            self._uneven.check()
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
@@ -851,6 +857,8 @@ class Life:
             self._team.close()
         self.gate.remove()
         self._unfollowed.remove()
+        if self._uneven is not None:
+            self._uneven.remove()
         self._workers_seeded_apart.remove()
         self._stop_waiting_for_forward()
         if self._leaving.news is None:
