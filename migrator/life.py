@@ -49,6 +49,7 @@ from migrator.loop import Batches, Loops
 from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
 from migrator.registry import Registry
+from migrator.regroup import Regroup
 from migrator.replay import GENERATORS, WorkersSeededApart, restore_generators, state_of
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
@@ -181,6 +182,7 @@ class Life:
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
         self._uneven: UnevenInputs | None = None
+        self._changes_in_torch: list[UnfollowedLoaders | WorkersSeededApart | UnevenInputs | Regroup] = []
 
     # Beginning.
 
@@ -286,10 +288,12 @@ class Life:
         self.gate.may_leave = self._leaving.may_leave
         self.gate.leave = self._leaving.leave
         self.gate.install()
-        self._workers_seeded_apart = WorkersSeededApart()
         self._unfollowed = UnfollowedLoaders(self.loops.registered, lambda: self.loops.is_fetching)
+        self._changes_in_torch = [WorkersSeededApart(), self._unfollowed]
         if self._team is not None:
             self._uneven = UnevenInputs(lambda params: self._registry.owner_of(params) is not None)
+            ranks = self._team.ranks
+            self._changes_in_torch += [self._uneven, Regroup(ranks.nonce, ranks.rank, ranks.size)]
         # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
@@ -856,10 +860,8 @@ class Life:
         if self._team is not None:
             self._team.close()
         self.gate.remove()
-        self._unfollowed.remove()
-        if self._uneven is not None:
-            self._uneven.remove()
-        self._workers_seeded_apart.remove()
+        for change in self._changes_in_torch:
+            change.remove()
         self._stop_waiting_for_forward()
         if self._leaving.news is None:
             self._file.note_end()

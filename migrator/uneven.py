@@ -12,15 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from migrator.errors import UsageError
 
 _REFUSAL = (
-    "an optimizer steps inside of torch's Join (`with Join([...])`, `model.join()`). There a rank that has no inputs left "
-    "stays behind while the others go on, so there is no one step that all ranks could save. Give all ranks equally many "
-    "batches, by an ElasticSampler or torch's DistributedSampler, and leave Join out, or switch it off: enable=False."
+    "an optimizer steps inside of torch's Join (`with Join([...])`, `model.join()`). There a rank that has no inputs "
+    "left stays behind while the others go on, so there is no one step that all ranks could save. Give all ranks "
+    "equally many batches, by an ElasticSampler or a DistributedSampler, and leave Join out, or set its enable=False."
 )
+
+
+def _parameters(joined: Any) -> Iterable[Tensor]:
+    return joined.parameters() if isinstance(joined, nn.Module) else ()
 
 
 class UnevenInputs:
@@ -30,22 +34,22 @@ class UnevenInputs:
         from torch.distributed.algorithms.join import Join
 
         self._join = Join
-        self._before = enter, leave = Join.__enter__, Join.__exit__
+        self._before: tuple[Any, Any] = Join.__enter__, Join.__exit__
+        enter, leave = self._before
         self._open = 0
 
         def is_ours(join: Any) -> bool:
-            parameters = (getattr(joined, "parameters", tuple)() for joined in join._joinables)
-            return join._enable and any(map(is_registered, parameters))
+            return bool(join._enable) and any(is_registered(_parameters(joined)) for joined in join._joinables)
 
         def entered(join: Any) -> Any:
             self._open += is_ours(join)
-            return enter(join)
+            return enter(join)  # type: ignore[no-untyped-call]
 
         def left(join: Any, *how: Any) -> Any:
             self._open -= is_ours(join)
             return leave(join, *how)
 
-        Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign, assignment]
+        Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]
 
     def check(self) -> None:
         """Before an optimizer's step."""
