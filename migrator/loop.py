@@ -319,14 +319,6 @@ class _Loop:
         place, label = self._place, self.label
         self._at = at
         resumed = place.take_pending(label)
-        if resumed is not None and place.ranks_changed and self._sampler is None and resumed["handed"]:
-            log(
-                "epoch_repeated",
-                level=logging.WARNING,
-                loader=label.text,
-                means="only an ElasticSampler can go on within an epoch on another number of ranks",
-            )
-            resumed = None
         if self._sampler is not None:
             self._start_sampler(self._sampler)
             if resumed is not None and resumed["handed"] and not self._sampler.cursor:
