@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
+import pytest
+import torch
+from torch import nn
+
+from migrator.registry import Registry
 from tests.harness import Job
 from tests.ordinary_ranks import BEGIN, END, GROUP, LISTEN, assert_resumes_as_if_nothing_had_happened
 
@@ -114,6 +119,32 @@ for epoch in range(sampler.epoch, 2):
     job.write(BEGIN + GROUP + SAMPLER + body + LISTEN + train + END)
 
     assert_resumes_as_if_nothing_had_happened(job, [("judged 3", 1), ("judged 6", 0), (9, 1)])
+
+
+def test_a_synced_batchnorm_does_not_run_on_a_cpu(job: Job) -> None:
+    """Once it does, it is to be stopped and resumed here, as the others are, and not only looked at."""
+    body = """
+model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))))
+migrator.register("model", model)
+model(torch.rand(16, 8))
+"""
+    gang = job.write(BEGIN + GROUP + body).gang(2)
+
+    assert gang.wait() == [1, 1], gang.text
+    assert all("SyncBatchNorm" in text and "GPU" in text for text in gang.texts), gang.text
+
+
+def test_a_synced_batchnorm_has_the_state_of_an_ordinary_one() -> None:
+    plain = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    plain(torch.rand(16, 8))
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    assert isinstance(synced[1], nn.SyncBatchNorm)
+    for model in (plain, synced):
+        Registry().add("model", model)  # is not refused
+    state, expected = synced.state_dict(), plain.state_dict()
+
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 SHARDED = {
