@@ -833,6 +833,8 @@ class Life:
         self.close()
         if self._leaving.news is not None:
             self._leaving.leave()
+        if self._team is not None:
+            self._team.ranks.let_go()
         atexit.unregister(self.close)
         self._finalizer.cancel()
         self._noticed.give_up()

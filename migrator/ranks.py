@@ -349,6 +349,10 @@ class Ranks(threading.Thread):
             self.join(HUNG_S)
         atexit.unregister(self.close)
 
+    def let_go(self) -> None:
+        """Behind `close()`, where the process goes on: a group made at this address gets a store without our keys."""
+        self._served = None
+
 
 def here(signal: os.PathLike[str] | str) -> Mapping[str, Any]:
     """What tells a rank's pod: ranks with the same container and signal file are in one."""

@@ -132,3 +132,51 @@ def test_stores_through_which_ranks_cannot_agree_are_refused(job: Job, group: st
     for text in gang.texts:
         assert re.search(f"UsageError: listening.*made with a {store}.*TCPStore.*tcp://", text), gang.text
         assert "resumed" not in text, gang.text
+
+
+def test_several_trainings_each_with_a_group_of_its_own(job: Job) -> None:
+    """`close()`, another group at the same address, `listening()` again: nothing of the life before is in the way.
+
+    Without DDP, which keeps its group, so that torch by itself hangs here.
+    """
+    body = """
+from datetime import timedelta
+for fold in range(6):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"step": 0}
+    for name, value in {"model": model, "optimizer": optimizer, "state": state}.items():
+        migrator.register(name, value)
+    migrator.listening(job=f"fold-{fold}", every="off")
+    if migrator.resume:
+        migrator.load_ckpt()
+    print("fold", fold, "from", state["step"], flush=True)
+    while state["step"] < 3:
+        model(torch.ones(4, 8)).square().mean().backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        state["step"] += 1
+        migrator.safe_point()
+        moment(f"{fold}:{state['step']}")
+    print("weights", fold, digest(model), flush=True)
+    migrator.close()
+    dist.barrier()
+    rank, gone = dist.get_rank(), Path(f"gone-{os.environ.get('AT')}-{fold}")
+    dist.destroy_process_group()
+    if rank == 0:
+        gone.touch()  # with its group the store is gone: before that rank 1 would find the old one, with us or without
+    while not gone.exists():
+        time.sleep(0.002)
+"""
+    job.write(BEGIN + body)
+
+    gang = job.gang(2, AT="4:2", AT_RANK="1")
+    assert gang.wait() == [143, 143], gang.text
+    assert all("fold 4 from 0" in text for text in gang.texts), gang.text
+
+    gang = job.gang(2)
+    assert gang.wait() == [0, 0], gang.text
+    assert all(re.search("^fold 4 from [23]$", text, re.M) and "weights 5" in text for text in gang.texts), gang.text
