@@ -65,6 +65,7 @@ from migrator.manifest import parse_ckpt_name
 from migrator.place import Place
 from migrator.ranks import Once
 from migrator.registry import Registry
+from migrator.regroup import Regroup
 from migrator.replay import WorkersSeededApart, restore_generators, state_of
 from migrator.saver import Saver
 from migrator.saving import Saved, Workshop
@@ -73,6 +74,7 @@ from migrator.signal_file import SignalFile
 from migrator.signal_owner import SignalOwner
 from migrator.storage import LocalStorage
 from migrator.team import Team, Welcome
+from migrator.uneven import UnevenInputs
 from migrator.unfollowed import UnfollowedLoaders
 from migrator.watcher import News
 
@@ -205,6 +207,8 @@ class Life:
         self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
+        self._uneven: UnevenInputs | None = None
+        self._changes_in_torch: list[UnfollowedLoaders | WorkersSeededApart | UnevenInputs | Regroup] = []
 
     # Beginning.
 
@@ -310,8 +314,12 @@ class Life:
         self.gate.may_leave = self._leaving.may_leave
         self.gate.leave = self._leaving.leave
         self.gate.install()
-        self._workers_seeded_apart = WorkersSeededApart()
         self._unfollowed = UnfollowedLoaders(self.loops.registered, lambda: self.loops.is_fetching)
+        self._changes_in_torch = [WorkersSeededApart(), self._unfollowed]
+        if self._team is not None:
+            self._uneven = UnevenInputs(lambda params: self._registry.owner_of(params) is not None)
+            ranks = self._team.ranks
+            self._changes_in_torch += [self._uneven, Regroup(ranks.nonce, ranks.rank, ranks.size)]
         # Such a hook stays for good, and is not to keep a life that is closed, with all its tensors.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (found := forget()) and found())
@@ -669,6 +677,8 @@ class Life:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.raise_postponed()
+        if self._uneven is not None:
+            self._uneven.check()
         self._iteration.stepping.add(id(optimizer))
         if self.gate.phase is Phase.FRESH:
             self._check_resume_was_not_ignored()
@@ -885,6 +895,8 @@ class Life:
         self.close()
         if self._leaving.news is not None:
             self._leaving.leave()
+        if self._team is not None:
+            self._team.ranks.let_go()
         atexit.unregister(self.close)
         self._finalizer.cancel()
         self._noticed.give_up()
@@ -912,8 +924,8 @@ class Life:
         if self._team is not None:
             self._team.close()
         self.gate.remove()
-        self._unfollowed.remove()
-        self._workers_seeded_apart.remove()
+        for change in self._changes_in_torch:
+            change.remove()
         self._stop_waiting_for_forward()
         if self._leaving.news is None:
             self._file.note_end()

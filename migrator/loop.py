@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from torch import nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from migrator import frames, randomness, replay
 from migrator.between import SIDE_BY_SIDE, Between
@@ -319,19 +319,13 @@ class _Loop:
         place, label = self._place, self.label
         self._at = at
         resumed = place.take_pending(label)
-        if resumed is not None and place.ranks_changed and self._sampler is None and resumed["handed"]:
-            log(
-                "epoch_repeated",
-                level=logging.WARNING,
-                loader=label.text,
-                means="only an ElasticSampler can go on within an epoch on another number of ranks",
-            )
-            resumed = None
         if self._sampler is not None:
             self._start_sampler(self._sampler)
             if resumed is not None and resumed["handed"] and not self._sampler.cursor:
                 # The ckpt stands at the end of an epoch, and a script that counts its epochs by steps is in the next.
                 resumed = None
+        if resumed is not None and self._has_gone_on(resumed):
+            resumed = None
         if place.is_first(label):
             if resumed is None and self._sampler is None:
                 self._makers.check()
@@ -377,6 +371,15 @@ class _Loop:
         if not place.pending:
             # Until then: of the loops that had begun, only the last one stands at the safe point.
             place.random_at_safe_point = None
+
+    def _has_gone_on(self, resumed: Mapping[str, Any]) -> bool:
+        """The ckpt stands at the end of an epoch, and the script, which counts by steps, in the one behind it."""
+        makers = resumed["origin"].get("makers")
+        is_at_end = resumed["is_over"] or (
+            isinstance(getattr(self._loader, "sampler", None), DistributedSampler)
+            and resumed["handed"] >= len(self._loader)
+        )
+        return bool(is_at_end and makers and self._makers.is_next_epoch(makers))
 
     def _start_sampler(self, sampler: ElasticSampler) -> None:
         self._goes_on_after_load = sampler.is_resumed

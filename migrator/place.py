@@ -33,6 +33,8 @@ _ELSEWHERE = (
     "{shown}: what was left of that epoch would never be trained.\n  in the ckpt: {there}\n  here:        {here}\n"
     "Was the script changed? A name keeps a loop recognisable: migrator.batches(loader, name=...). " + _ANEW
 )
+_ELASTIC = "sampler "
+"""So begin the labels of loops over an `ElasticSampler`, and of no others: those are places in files."""
 
 
 class Label:
@@ -54,7 +56,7 @@ class Label:
         """`is_by_hand`: taken by `next()`. Such a script begins anew wherever it finds the loader at its end."""
         looks = _looks(loader)
         if sampler is not None:
-            text = f"sampler {sampler}" if name is None else f"sampler {sampler} {name}"
+            text = f"{_ELASTIC}{sampler}" if name is None else f"{_ELASTIC}{sampler} {name}"
             return cls(text, looks=looks, shown=site[1], is_named=name is not None, is_sure=True)
         if name is not None:
             return cls(f"name {name}", looks=looks, shown=site[1], is_named=True)
@@ -164,19 +166,28 @@ class Place:
         return {"loops": {label: dict(state) for label, state in self.noted.items()}}
 
     def load(self, state: dict[str, Any], random: dict[str, Any], generators: dict[str, Any], *, anew: bool) -> None:
-        """`anew`: no loop is gone on with, but for those over an `ElasticSampler`, which needs nothing of this."""
-        self.pending = {} if anew else dict(state["loops"])
-        self.noted = dict(self.pending)
+        """`anew`: no loop is gone on with, but for those over an `ElasticSampler`, which needs nothing of this.
+
+        On another number of ranks neither is any other loop: how far it was does not say which samples were trained,
+        and a loader over a rank's share of the data does not even look the same.
+        """
+        loops = state["loops"]
+        kept = {} if anew else {k: loop for k, loop in loops.items() if not self.ranks_changed or _is_elastic(k)}
+        self.pending, self.noted = dict(kept), dict(kept)
         self.random_at_safe_point = random
         self.generators_at_safe_point = generators
-        left = [label for label, loop in state["loops"].items() if loop.get("handed") and not loop.get("is_over")]
-        if anew and left:
-            log(
-                "epoch_repeated",
-                level=logging.WARNING,
-                loader=", ".join(left),
-                means="MIGRATOR_LOOPS=anew: begun at its start, so what was trained of it is trained again",
-            )
+        left = [k for k, loop in loops.items() if k not in kept and loop.get("handed")]
+        if anew:
+            left = [k for k in left if not loops[k].get("is_over")]
+        means = "MIGRATOR_LOOPS=anew: begun at its start, so what was trained of it is trained again"
+        if not anew:
+            means = "only an ElasticSampler can go on within an epoch on another number of ranks"
+        if left:
+            log("epoch_repeated", level=logging.WARNING, loader=", ".join(left), means=means)
+
+
+def _is_elastic(label: str) -> bool:
+    return label.startswith(_ELASTIC)
 
 
 class _Met:

@@ -534,6 +534,10 @@ class Ranks(threading.Thread):
                 self._bell.close(self._store, _BELL_S)
         atexit.unregister(self.close)
 
+    def let_go(self) -> None:
+        """Behind `close()`, where the process goes on: a group made at this address gets a store without our keys."""
+        self._served = None
+
 
 class _Beat:
     """What is known of another rank's life."""

@@ -238,15 +238,23 @@ def _refuse_sharded(name: str, value: Any) -> None:
     if isinstance(value, nn.Module):
         for key, tensor in (*value.named_parameters(), *value.named_buffers()):
             _refuse_tensor(f"{name}/{key}", tensor)
+    if isinstance(value, torch.optim.Optimizer):
+        # Its state, which is sharded like these, is made at its first step.
+        for number, param in enumerate(param for group in value.param_groups for param in group["params"]):
+            _refuse_dtensor(f"{name}: parameter {number}", param)
 
 
 def _refuse_tensor(path: str, tensor: Tensor) -> None:
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         raise RegistrationError(f"{path} has no shape yet (a lazy module). Run one forward pass before register().")
-    if type(tensor).__name__ == "DTensor":
-        raise RegistrationError(f"{path} is a DTensor: sharded state is not supported yet.")
+    _refuse_dtensor(path, tensor)
     if tensor.is_meta:
         raise RegistrationError(f"{path} is on the meta device and has no values. Materialise it before register().")
+
+
+def _refuse_dtensor(path: str, tensor: Tensor) -> None:
+    if type(tensor).__name__ == "DTensor":
+        raise RegistrationError(f"{path} is a DTensor: sharded state is not supported yet.")
 
 
 def _refuse_unwritable(name: str, adapter: kinds.Kind) -> None:

@@ -25,7 +25,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.utils import data as torch_data
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from migrator import kinds, randomness, tree
 from migrator.errors import RegistrationError, UsageError
@@ -39,6 +39,8 @@ _LEAVES = (
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.device, torch.dtype),
 )
 _LISTED = (list, tuple, dict, np.ndarray, Tensor)
+_DECIDES_ORDER = ("epoch", "seed", "shuffle", "drop_last", "num_replicas", "rank", "start_index")
+"""Of a `DistributedSampler`; the last one its elastic subclass has."""
 _MOST_OBJECTS = 2000
 _DEEPEST = 12
 _MOST_ITEMS = 64
@@ -220,6 +222,19 @@ class Makers:
                     "Give the sampler a generator of its own, or begin the epoch anew: MIGRATOR_LOOPS=anew."
                 )
 
+    def is_next_epoch(self, state: Mapping[str, Any]) -> bool:
+        """The epoch of `state` is over, and the script has told its `DistributedSampler` the one behind it.
+
+        Raises if it is in neither of them.
+        """
+        for path, part in self.plain.items():
+            there = state["plain"].get(path, {}).get("values", {})
+            if isinstance(part, DistributedSampler) and "epoch" in there:
+                if part.epoch == there["epoch"] + 1:
+                    return True
+                _check_distributed(path, part, there)
+        return False
+
     def restore(self, state: Mapping[str, Any]) -> None:
         for kind, mine in (("generators", self.generators), ("stateful", self.stateful)):
             self._compare(set(state[kind]) ^ set(mine))
@@ -299,8 +314,9 @@ def _plain_state(part: Any) -> dict[str, Any]:
     if isinstance(part, _LISTED):
         found["marks"][""] = _mark(part)
     is_of_torch = type(part).__module__.startswith("torch.")
+    is_distributed = isinstance(part, DistributedSampler)
     for name, value in _attributes(part).items():
-        if isinstance(value, (bool, int, float)) and not is_of_torch:
+        if isinstance(value, (bool, int, float)) and (not is_of_torch or (is_distributed and name in _DECIDES_ORDER)):
             found["values"][name] = value
         elif isinstance(value, _LISTED) and name != "dataset":
             found["marks"][name] = _mark(value)
@@ -343,9 +359,26 @@ def _restore_plain(path: str, part: Any, state: Mapping[str, Any]) -> None:
                 f"{type(part).__name__} state_dict() and load_state_dict(), or begin the epoch anew: "
                 "MIGRATOR_LOOPS=anew."
             )
+    if isinstance(part, DistributedSampler):
+        _check_distributed(path, part, state["values"])
     for name, value in state["values"].items():
         if now.get(name, _NOT_THERE) != value:
             setattr(part, name, value)
+
+
+def _check_distributed(path: str, part: Any, values: Mapping[str, Any]) -> None:
+    """The script has told this sampler its epoch already. Another one than before shows that it counts anew."""
+    here = {name: getattr(part, name) for name in _DECIDES_ORDER if name in values and hasattr(part, name)}
+    different = [
+        f"{name} is {value} here, {values[name]} there" for name, value in here.items() if values[name] != value
+    ]
+    if different:
+        raise UsageError(
+            f"batches(loader): {path} is a {type(part).__name__} whose order is not that of the epoch in which the "
+            f"ckpt was made: {', '.join(different)}. Samples would be trained twice, others never. Count the epochs by "
+            "`for epoch in migrator.epochs(n): sampler.set_epoch(epoch)`, which goes on in the interrupted one, keep "
+            "the seed, or use an ElasticSampler; or begin the epoch anew: MIGRATOR_LOOPS=anew."
+        )
 
 
 def fingerprint(loader: Any) -> str:

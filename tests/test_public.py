@@ -60,7 +60,7 @@ LAYERS = [
     {"sigterm", "randomness", "progress", "identity"},
     {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
     {"between", "place", "meeting", "comm_hooks"},
-    {"parts", "leaving", "replay", "unfollowed", "lookout", "hooks.__main__"},
+    {"parts", "leaving", "replay", "unfollowed", "uneven", "regroup", "lookout", "hooks.__main__"},
     {"manifest"},
     {"registry"},
     {"capture", "legacy", "loop"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +51,8 @@ class Torchrun:
     A life is what the agent starts at once: `lives[1]` are the ranks after the first restart,
     or after another node came or went.
 
+    `meeting` are options that say otherwise how the nodes meet: statically, for example.
+
     `shares_store` is whether the ranks use the agent's store, as they do by default, or rank 0 makes one for each life.
     Unless said they share it only where nothing starts anew: torch 2.13 keeps it for the next life with all its
     keys. Gloo then connects to ranks that are dead (6 of 12 restarts failed or hung, none of 12 with stores of their
@@ -66,6 +68,7 @@ class Torchrun:
         nnodes: str = "1",
         rdzv: str | None = None,
         rdzv_conf: str = IMPATIENT,
+        meeting: Sequence[str] = (),
         max_restarts: int = 0,
         shutdown_timeout_s: int | None = None,
         shares_store: bool | None = None,
@@ -79,8 +82,8 @@ class Torchrun:
         """Where the nodes meet: a store that the agent holds which was given none."""
         self.pod = Pod(job, pod, has_own_root=roots == "own")
         self._stem = job.directory / name
-        options = [
-            *(f"--nproc-per-node={nproc}", f"--nnodes={nnodes}", f"--max-restarts={max_restarts}"),
+        options = [f"--nproc-per-node={nproc}", f"--nnodes={nnodes}", f"--max-restarts={max_restarts}"]
+        options += meeting or [
             # Both nodes are on this machine, so without a word whoever is first to bind would hold the store.
             f"--rdzv-conf=is_host={int(rdzv is None)},{rdzv_conf}",
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.rdzv}", "--rdzv-id=tests"),

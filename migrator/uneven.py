@@ -1,0 +1,60 @@
+"""Ranks that come to the end of their inputs at different times: torch's `Join` around a training loop.
+
+A rank that has no inputs left goes on with empty collectives while the others make further steps. Its model, its
+optimizer and the number of its steps are then those of an earlier step, so there is none that all ranks could save
+together. That is refused at the first step inside of such a block, before anything is trained.
+
+The price: `Join` is told apart by its `__enter__` and `__exit__`, which are replaced while several ranks listen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from migrator.errors import UsageError
+
+_REFUSAL = (
+    "an optimizer steps inside of torch's Join (`with Join([...])`, `model.join()`). There a rank that has no inputs "
+    "left stays behind while the others go on, so there is no one step that all ranks could save. Give all ranks "
+    "equally many batches, by an ElasticSampler or a DistributedSampler, and leave Join out, or set its enable=False."
+)
+
+
+def _parameters(joined: Any) -> Iterable[Tensor]:
+    return joined.parameters() if isinstance(joined, nn.Module) else ()
+
+
+class UnevenInputs:
+    """The blocks of `Join` that are open in this process, if what they join is registered."""
+
+    def __init__(self, is_registered: Callable[[Iterable[Tensor]], bool]) -> None:
+        from torch.distributed.algorithms.join import Join
+
+        self._join = Join
+        self._before: tuple[Any, Any] = Join.__enter__, Join.__exit__
+        enter, leave = self._before
+        self._open = 0
+
+        def is_ours(join: Any) -> bool:
+            return bool(join._enable) and any(is_registered(_parameters(joined)) for joined in join._joinables)
+
+        def entered(join: Any) -> Any:
+            self._open += is_ours(join)
+            return enter(join)  # type: ignore[no-untyped-call]
+
+        def left(join: Any, *how: Any) -> Any:
+            self._open -= is_ours(join)
+            return leave(join, *how)
+
+        Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]
+
+    def check(self) -> None:
+        """Before an optimizer's step."""
+        if self._open:
+            raise UsageError(_REFUSAL)
+
+    def remove(self) -> None:
+        self._join.__enter__, self._join.__exit__ = self._before  # type: ignore[method-assign]
