@@ -32,13 +32,13 @@ def _key(name: str, rank: int, number: int) -> str:
 class Bell(threading.Thread):
     """One thread, one connection."""
 
-    def __init__(self, store: Any, name: str, rank: int, on_ring: Callable[[], None]) -> None:
+    def __init__(self, store: Any, name: str, rank: int, on_ring: Callable[[], None], *, number: int = 1) -> None:
         super().__init__(name="migrator-bell", daemon=True)
         self._store = store
         self._prefix = name
         self._rank = rank
         self._on_ring = on_ring
-        self.number = 1
+        self.number = number
         self._is_closed = False
 
     def run(self) -> None:

@@ -17,9 +17,11 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -51,6 +53,10 @@ _CONNECT_S = 20.0
 _SAID_S = 0.5
 """Who was to say something for all has said it by then, or died before."""
 _BELL_S = 1.0
+_FIND_S = 0.5
+_FIND_AT_MOST_S = 10.0
+"""So long between two looks whether the store is there again."""
+_RECONNECT_S = 1.0
 _UNHEARD_S = 2.0
 """A line whose ring does not come in this time was written by a rank that died before it rang."""
 _NOTHING_UNHEARD = (0, 0.0)
@@ -90,19 +96,24 @@ def join() -> Ranks:
     served = _store_of(distributed)
     host, port = served.host, served.port
     nonce = _handed_out(distributed, uuid.uuid4().hex[:16])
+    connect = functools.partial(_connected, distributed, host, port)
     try:
-        store, waiting = (
-            distributed.TCPStore(  # type: ignore[attr-defined]
-                host, port, None, False, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
-            )
-            for _ in range(2)
-        )
-    except (RuntimeError, ValueError) as error:
+        store, waiting = connect(_CONNECT_S)
+    except (OSError, RuntimeError, ValueError) as error:
         raise RanksError(
             f"listening(): the job's store at {host}:{port} does not answer ({error}). "
             "It is served by rank 0, or by the agent of torchrun: see whether that is still there."
         ) from error
-    return Ranks(rank, size, nonce, store, waiting=waiting, served=served)
+    return Ranks(rank, size, nonce, store, waiting=waiting, connect=connect, served=served)
+
+
+def _connected(distributed: Any, host: str, port: int, timeout_s: float) -> tuple[Any, Any]:
+    """A connection to ask by, and one to wait by."""
+    # Where nobody listens this is refused at once; the store's own client would try again and again.
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    timeout = timedelta(seconds=timeout_s)
+    first = distributed.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+    return first, distributed.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
 
 def _store_of(distributed: Any) -> Any:
@@ -134,7 +145,15 @@ class Ranks(threading.Thread):
     """One thread, one connection, one `close()`; and the bell's. Nobody else touches the store."""
 
     def __init__(
-        self, rank: int, size: int, nonce: str, store: Any, *, waiting: Any = None, served: Any = None
+        self,
+        rank: int,
+        size: int,
+        nonce: str,
+        store: Any,
+        *,
+        waiting: Any = None,
+        connect: Callable[[float], tuple[Any, Any]] | None = None,
+        served: Any = None,
     ) -> None:
         super().__init__(name="migrator-ranks", daemon=True)
         self.rank = rank
@@ -149,6 +168,7 @@ class Ranks(threading.Thread):
         self.left_s: Callable[[], float | None] = lambda: None
         """The time left, if this rank must leave."""
         self._store = store
+        self._connect = connect
         # On rank 0 the server may live in this object: it must outlive a script that destroys its process group.
         self._served = served
         self._bell = None if waiting is None else bell.Bell(waiting, self.key("bell"), rank, self._rung)
@@ -215,7 +235,8 @@ class Ranks(threading.Thread):
         """Say something; True when it is there and what was there before it was read."""
         patience_s = self.pace.hung_s(self.left_s()) if timeout_s is None else timeout_s
         with self._cond:
-            if self._is_lost or self._is_closed:
+            # What nobody waits for goes out when the store is back.
+            if self._is_closed or (self._is_lost and timeout_s != 0):
                 return False
             self._outbox.append(line)
             mine = self._sent + len(self._outbox)
@@ -401,7 +422,9 @@ class Ranks(threading.Thread):
                 self._calling_since = None
             except Exception as error:  # whatever it is, the others must be able to go on without the store
                 self._lose(error)
-                return
+                if not self._find_again():
+                    return
+                continue
             with self._cond:
                 self._outbox = self._outbox[len(out) :]
                 self._sent += len(out)
@@ -518,6 +541,43 @@ class Ranks(threading.Thread):
             self._cond.notify_all()
         if is_missed:
             log("store_lost", level=logging.WARNING, why=str(error).splitlines()[0] if str(error) else repr(error))
+
+    def _find_again(self) -> bool:
+        """A connection may break although the store is there; False: it was not found while this rank lived."""
+        pause_s = _FIND_S
+        while self._connect is not None and not self.is_done:
+            with self._cond:
+                self._cond.wait_for(lambda: self._is_closed, pause_s)
+                if self._is_closed:
+                    return False
+            if self._has_connected():
+                with self._cond:
+                    self._is_lost = False
+                    self._is_rung = True
+                    self._cond.notify_all()
+                log("store_found")
+                return True
+            pause_s = pause_s if self.is_busy else min(2 * pause_s, _FIND_AT_MOST_S)
+        return False
+
+    def _has_connected(self) -> bool:
+        assert self._connect is not None
+        try:
+            store, waiting = self._connect(_RECONNECT_S)
+            self._all.store = store
+            if not self._all.is_here():
+                return False
+        except (OSError, RuntimeError, ValueError):
+            return False
+        self._store = store
+        for reports in self._reports.values():
+            reports.store = store
+        before = self._bell
+        if before is not None:
+            before.close(store, _BELL_S)
+            self._bell = bell.Bell(waiting, self.key("bell"), self.rank, self._rung, number=before.number)
+            self._bell.start()
+        return True
 
     def close(self) -> None:
         """Send what is to be sent, then stop. May be called twice.

@@ -25,7 +25,8 @@ class SharedLog:
     """One log, seen through one connection. Not for several threads."""
 
     def __init__(self, store: Any, name: str) -> None:
-        self._store = store
+        self.store = store
+        """Another connection may take the place of one that broke."""
         self._name = name
         self._read = 0
         self._first = 1
@@ -45,18 +46,18 @@ class SharedLog:
     def post(self, text: str) -> int:
         """Append a line; the number it got."""
         while True:
-            number = int(self._store.add(self._count, 1))
-            if self._store.compare_set(self._key(number), "", text) == text.encode():
+            number = int(self.store.add(self._count, 1))
+            if self.store.compare_set(self._key(number), "", text) == text.encode():
                 return number
 
     def read(self) -> list[str]:
         """The lines behind those that were read before."""
-        count = int(self._store.add(self._count, 0))
+        count = int(self.store.add(self._count, 0))
         found: list[str] = []
         while self._read < count:
             keys = [self._key(n) for n in range(self._read + 1, min(count, self._read + _AT_ONCE) + 1)]
             if there := self._there(keys):
-                texts = self._store.multi_get(there)
+                texts = self.store.multi_get(there)
             elif self._skip_deleted():
                 continue
             elif (text := self._one(keys[0])) is not None:
@@ -70,15 +71,15 @@ class SharedLog:
 
     def _there(self, keys: list[str]) -> list[str]:
         """Those before the first that is missing, or some of them: a key that does not exist would be waited for."""
-        while keys and not self._store.check(keys):
+        while keys and not self.store.check(keys):
             keys = keys[: len(keys) // 2]
         return keys
 
     def _skip_deleted(self) -> bool:
         """Go on behind what is deleted; False: nothing there is."""
-        if not self._store.check([self._start]):
+        if not self.store.check([self._start]):
             return False
-        start = int(self._store.get(self._start))
+        start = int(self.store.get(self._start))
         if start <= self._read + 1:
             return False
         self._read = start - 1
@@ -91,7 +92,11 @@ class SharedLog:
             self._hole_since = now_s
         if now_s - self._hole_since < HOLE_S:
             return None
-        return bytes(self._store.compare_set(key, "", _CLOSED))
+        return bytes(self.store.compare_set(key, "", _CLOSED))
+
+    def is_here(self) -> bool:
+        """Whether this store has what was read: else it is not the one of before."""
+        return int(self.store.add(self._count, 0)) >= self._read
 
     def trim(self, keep: int) -> None:
         """Delete what was read, but for the last `keep` lines. For one rank, who knows that all have read them."""
@@ -99,7 +104,7 @@ class SharedLog:
         if end < self._first:
             return
         # First of all: whoever finds a line missing looks here.
-        self._store.set(self._start, str(end + 1))
+        self.store.set(self._start, str(end + 1))
         for number in range(self._first, end + 1):
-            self._store.delete_key(self._key(number))
+            self.store.delete_key(self._key(number))
         self._first = end + 1

@@ -83,20 +83,22 @@ def test_a_short_stall_is_not_noticed_by_a_job_that_trains(job: Job, behind: Beh
     assert bool(saved) == (every == "20"), gang.text
 
 
-def test_news_that_a_stalled_rank_hears_late(job: Job, behind: Behind) -> None:
-    """It leaves as well, with what it saved or found saved."""
+@pytest.mark.parametrize("told", [0, 1], ids=["the other one told", "the stalled one told"])
+def test_a_short_stall_while_leaving_costs_nobody(job: Job, behind: Behind, told: int) -> None:
+    """Late is not lost: with most of the grace left both wait for the wire, and save one ckpt."""
     gang, wire = behind()
 
     wire.stall()
-    gang.kill(ranks=[0])
+    gang.kill(ranks=[told])
     time.sleep(SHORT_S)
     wire.mend()
 
     assert gang.wait() == [143, 143], gang.text
     leaving = dict(gang.events("leaving"))
     assert {fields["why"] for fields in leaving.values()} == {"saved"}, gang.text
-    assert {int(fields["step"]) for fields in leaving.values()} <= set(whole_steps(job)), gang.text
     assert len(leaving) == 2, gang.text
+    assert lost(gang) == {}, gang.text
+    assert len(whole_steps(job)) == 1, gang.text
 
 
 @pytest.mark.parametrize("fault", ["stall", "reset"])
@@ -144,3 +146,19 @@ def test_a_connection_that_is_reset_ends_no_training(behind: Behind, job: Job) -
 
     assert gang.wait() == [0, 0], gang.text
     assert gang[0].events("store_lost") == [], gang.text
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_connection_that_broke_is_made_again(behind: Behind, job: Job, told: int) -> None:
+    """From then on it is a job like any other: whoever has the news, both leave with one ckpt."""
+    gang, wire = behind()
+    wire.reset()
+    gang[1].wait_for("store_lost")
+    wire.mend()
+    gang[1].wait_for("store_found")
+    gang.kill(ranks=[told])
+
+    assert gang.wait() == [143, 143], gang.text
+    assert {fields["why"] for _, fields in gang.events("leaving")} == {"saved"}, gang.text
+    assert not gang.events("settled"), gang.text
+    assert not gang.events("rank_lost"), gang.text
