@@ -36,7 +36,7 @@ from migrator.events import log
 from migrator.gate import Gate
 from migrator.kinds import LayoutChanged
 from migrator.lineage import Generation, check_parts, make_durable, numbers, whole
-from migrator.manifest import NAME, Manifest, ckpt_name, own_name, part_name
+from migrator.manifest import LIMIT, NAME, Manifest, ckpt_name, own_name, part_name
 from migrator.parts import PartRecord, digest_of, write_part
 from migrator.registry import Registry
 from migrator.sharing import Exchange, Gathering, OnStorage, Plan, RankRecord
@@ -75,6 +75,8 @@ class Saved:
     step: int
     size: int
     took_s: float
+    is_joined: bool = False
+    """Another rank had committed it already."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +267,10 @@ class Attempt:
             ranks=self._shop.size,
             written={**_written(), "continues": self._shop.origin[0] if self._shop.origin else None},
         )
-        self._commit(manifest)
-        saved = self._saved(manifest.bytes)
+        found = self._commit(manifest)
+        saved = self._saved((found or manifest).bytes)
+        if found is not None:
+            return replace(saved, is_joined=True)  # `joined` is said
         log(
             "committed",
             ckpt=self.name,
@@ -318,7 +322,8 @@ class Attempt:
         self._prove(part.tensor_digests)
         return part
 
-    def _commit(self, manifest: Manifest) -> None:
+    def _commit(self, manifest: Manifest) -> Manifest | None:
+        """Returns what is there already, if another rank was quicker."""
         storage, data, place = self._shop.storage, manifest.to_bytes(), f"{manifest.ckpt}/{NAME}"
 
         def check() -> None:
@@ -339,10 +344,14 @@ class Attempt:
             if self._found_committed(manifest.ckpt) is None:
                 raise
         except FileExistsError:
-            if self._found_committed(manifest.ckpt) is None:
+            found = self._found_committed(manifest.ckpt)
+            if found is None:
                 # Where there are no links a rank that died may have claimed the name and not used it. If it is only
                 # slow, its manifest and this one are as good: both name parts that are whole.
                 storage.put(place, data, exclusive=False, check=check)
+            elif storage.get(place, limit=LIMIT) != data:
+                return found
+        return None
 
     def _found_committed(self, name: str) -> Manifest | None:
         """The ckpt of this very step, if an attempt that failed at the last moment did make it, now durable."""

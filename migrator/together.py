@@ -25,7 +25,7 @@ from migrator.errors import SaveFailed, StorageError
 from migrator.events import log
 from migrator.leaving import Leaving
 from migrator.lineage import whole
-from migrator.manifest import ckpt_name
+from migrator.manifest import ckpt_name, parse_ckpt_name
 from migrator.pace import GONE_S, Pace
 from migrator.ranks import FEW, Once, Ranks, claim_of
 from migrator.saving import Attempt, GivenUp, Saved, Unclean, Workshop, failed_text
@@ -245,9 +245,13 @@ class Together:
         assert self._attempt is not None
         if not self._shop.writes:
             return  # rank 0 commits; the board tells
-        self._name_who_is_missing(self._attempt.look())
-        self.committed = self._attempt.commit().ckpt
+        gathering = self._attempt.look()
+        saved = self._attempt.commit()
         self._was_committed = True
+        if saved.is_joined:
+            return  # another rank saved this step, alone as well: it says what it has
+        self._name_who_is_missing(gathering)
+        self.committed = saved.ckpt
         self._tell_committed(self.committed)
 
     def _tell_committed(self, name: str) -> None:
@@ -278,7 +282,6 @@ class Together:
             self._since.setdefault("news", now_s)
         if decision is not None:
             self._since.setdefault("decision", now_s)
-            self._since.setdefault("patience", now_s + self._pace.patience_s(self._leaving.left_s))
         target = me.reach if me.is_alone else (decision.target if decision else None)
         self._look(me, decision, target)
         return View(
@@ -293,7 +296,7 @@ class Together:
             and self._collects()
             and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s)
             and not self._gives_way(),
-            patience_is_over=now_s > self._since.get("patience", now_s),
+            patience_is_over=decision is not None and now_s > self._end_s("decision", self._pace.patience_s),
         )
 
     def _is_at_sooner(self, target: Point | None) -> bool:
@@ -379,8 +382,15 @@ class Together:
     def _others_end_s(self) -> float:
         """So long other ranks may take for what this one waits for."""
         shared_s = self._since["shared"]
-        until_s = self._since.setdefault("states", shared_s + self._pace.states_s(self._leaving.left_s))
+        until_s = self._end_s("shared", self._pace.states_s)
         return min(until_s, shared_s + _STORE_GONE_S) if self._ranks.is_lost else until_s
+
+    def _end_s(self, since: str, share_s: Callable[[float], float]) -> float:
+        """Until when something is waited for that began then, for a share of the time that was left. A deadline that
+        was heard of since, an earlier one, counts as well."""
+        now_s = time.monotonic()
+        since_s = self._since.get(since, now_s)
+        return since_s + share_s(self._leaving.left_s + now_s - since_s)
 
     def _gives_way(self) -> bool:
         """The lowest rank holds other tensors than this one: its own are saved for all, unless it is lost."""
@@ -436,8 +446,10 @@ class Together:
         points = [
             p for p in (me.reach if me.is_alone else None, decision.target if decision else None) if p is not None
         ]
-        names = sorted({ckpt_name(self._number, point[0]) for point in points}, reverse=True)
-        for name in names:
+        names = {ckpt_name(self._number, point[0]) for point in points}
+        if me.is_alone and self._shop.writes:
+            names |= self._further(max(names))
+        for name in sorted(names, reverse=True):
             if not self._is_committed(name):
                 continue
             step = int(name.rpartition("-")[2])
@@ -449,6 +461,11 @@ class Together:
                 self._tell_committed(name)
             return Saved(name, step, size, 0.0)
         raise SaveFailed("the ckpt that the ranks agreed on was there and is gone; who deletes on the volume?")
+
+    def _further(self, name: str) -> set[str]:
+        """What other ranks that save alone have saved beyond this: a resumed job goes on from there."""
+        found = {other: parse_ckpt_name(other) for other in self._shop.storage.list()}
+        return {other for other, parsed in found.items() if parsed and parsed[0] == self._number and other > name}
 
     def _name_who_is_missing(self, gathering: Gathering) -> None:
         for rank in sorted(set(range(self._ranks.size)) - gathering.alike().keys()):
