@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from migrator import together
+from migrator.pace import Pace
 from migrator.ranks import Ranks
 from migrator.together import Together, order
 from tests import crowd
@@ -30,6 +31,7 @@ PROCESSES = 4
 GRACE_S = 30.0
 IDLE_S = 10.0
 SAVES = 10_000
+ORDERS, ORDER_S = 15, 0.3
 
 
 def without_lookups() -> None:
@@ -80,6 +82,14 @@ def host(which: range, size: int, port: int, directory: str, pipe: Any) -> None:
     while (asked := pipe.recv()) != "end":
         if asked == "count":
             pipe.send((sum(s.calls for r in ours for s in r.stores), sum(s.bytes for r in ours for s in r.stores)))
+        elif asked == "order":
+            # Only the first host is asked, which has rank 0.
+            for step in range(1, ORDERS + 1):
+                ours[0].ranks.post(order((step, 0), 0), timeout_s=5.0)
+                time.sleep(ORDER_S)
+            pipe.send("ordered")
+        elif asked == "heard":
+            pipe.send([r.ordered_s for r in ours])
         elif asked == "leave":
             ours[-1].ranks.tell_news(time.monotonic() + GRACE_S)
             pipe.send(time.time())
@@ -110,6 +120,16 @@ class Hosts:
         found = [pipe.recv() for pipe in self._pipes]
         return sum(calls for calls, _ in found), sum(size for _, size in found)
 
+    def order(self) -> list[float]:
+        """Of some saves that rank 0 orders: how long it took until all ranks had heard."""
+        self._pipes[0].send("order")
+        self._pipes[0].recv()
+        time.sleep(1.0)
+        for pipe in self._pipes:
+            pipe.send("heard")
+        told = [one for pipe in self._pipes for one in pipe.recv()]
+        return [max(heard.get(step, float("inf")) for heard in told) - told[0][step] for step in range(1, ORDERS + 1)]
+
     def leave(self) -> tuple[float, list[tuple[float, float, str]]]:
         """The last rank of all has the news."""
         self._pipes[-1].send("leave")
@@ -136,6 +156,7 @@ def many(size: int) -> dict[str, Any]:
         time.sleep(IDLE_S)
         after = hosts.counted()
         idle, idle_cpu = (after[0] - before[0]) / IDLE_S, (server.look()[0] - cpu) / IDLE_S
+        ahead_s, heard = Pace(size).ahead_s(0), hosts.order()
         before, cpu = hosts.counted(), server.look()[0]
         start_s, told = hosts.leave()
         time.sleep(0.5)
@@ -144,6 +165,9 @@ def many(size: int) -> dict[str, Any]:
             "ranks": size,
             "idle: requests a second": round(idle),
             "idle: server's cores": round(idle_cpu, 4),
+            "orders heard by all in time": f"{sum(took <= ahead_s for took in heard)} of {ORDERS}",
+            "order to the last rank, s": round(max(heard), 3),
+            "of": round(ahead_s, 3),
             "notice to decision on all, s": round(max(decided for decided, _, _ in told) - start_s, 3),
             "leave: MB": round((after[1] - before[1]) / 1e6, 2),
             "leave: requests": after[0] - before[0],

@@ -132,6 +132,8 @@ class OneRank:
         self._directory = directory
         self.deadline_s = 0.0
         self.decided_s = self.done_s = 0.0
+        self.ordered_s: dict[int, float] = {}
+        """When it heard that a step is to be saved."""
         self.failure = ""
         self.ranks.start()
         self.saver = threading.Thread(target=self._leave, daemon=True)
@@ -143,6 +145,8 @@ class OneRank:
                 self.tell(30.0)
             if line.what == "decide" and not self.decided_s:
                 self.decided_s = time.time()
+            if line.what == "order" and line.point is not None:
+                self.ordered_s[line.point[0]] = time.time()
 
     def tell(self, grace_s: float) -> None:
         self.deadline_s = time.monotonic() + grace_s
