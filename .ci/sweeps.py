@@ -55,14 +55,18 @@ AREAS = [
     Area(
         "protocol of the ranks",
         r"migrator/(agreement|ranks|team|together|joint|sharing|gate|capture)\.py"
+        r"|migrator/(pace|shared_log|bell|meeting|regroup|uneven)\.py"
         r"|tests/(model|gang|rank_story|torchruns)\.py|tests/jobs/(ranked|losing|eventful|agent|worker)\.py"
         r"|tests/test_(agreement|event_sweep|ranks_\w+|torchrun|gang)\.py",
-        ("agreement", "event_sweep", "ranks_stop", "ranks_load", "ranks_lost", "ranks_idle", "torchrun"),
+        (
+            *("agreement", "event_sweep", "ranks_stop", "ranks_load", "ranks_lost", "ranks_idle", "torchrun"),
+            *("ranks_turns", "ranks_wire", "ranks_patience", "crowd", "shared_log"),
+        ),
     ),
     Area(
         "hooks, notices and leaving",
         r"hooks/|yamls/|migrator/(signal_file|sigterm|watcher|leaving|life|loop|progress|canary)\.py"
-        r"|migrator/(signal_owner|sigaction|lookout|ending|last_word|heartbeat|identity)\.py"
+        r"|migrator/(signal_owner|sigaction|lookout|ending|last_word|heartbeat|identity|launcher)\.py"
         r"|migrator/(testing|hooks)/|tests/jobs/(podded|shim)\.py"
         r"|tests/test_(hooks|hook_situations|kubelet|pods|healthy|story|yamls)\.py",
         ("hooks", "healthy", "story", "ranks_lost", "event_sweep"),
@@ -70,7 +74,7 @@ AREAS = [
     Area(
         "what is registered, and the loop",
         r"migrator/(kinds|registry|randomness|sampler|permutation|loop|settings|environment|canary|capture)\.py"
-        r"|migrator/(storable|place|between|replay|unfollowed|frames|iteration|counters)\.py"
+        r"|migrator/(storable|place|between|replay|unfollowed|frames|iteration|counters|buckets|comm_hooks)\.py"
         r"|tests/jobs/(everything|ground|telling)\.py|tests/test_(no_tear|as_if_nothing|loops)\.py",
         ("as_if_nothing", "ranks_load", "no_tear"),
     ),

@@ -69,6 +69,13 @@ NOT_REACHED: dict[str, str] = {
         ("changed_while_copied", "stale_state", "unstorable"),
         "a line about an object; the save goes on as any other: test_other_threads.py, test_unstorable.py",
     ),
+    "agent_ended": "it takes an agent that starts ranks again: test_dying_pod.py",
+    "store_found": "it takes a network that breaks: test_ranks_wire.py",
+    "save_too_long": "a line behind a save that went well: test_shutdown_timeout.py",
+    **dict.fromkeys(
+        ("comm_hook_not_saved", "comm_hook_waits"),
+        "a line at a step, where nothing is on its way to the volume: test_comm_hooks.py",
+    ),
     "trained_by_hand": "from there on safe points are made and saved as in any other loop: test_ordinary_scripts.py",
 }
 """Events that no scenario brings about, and why."""
