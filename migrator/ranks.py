@@ -220,6 +220,11 @@ class Ranks(threading.Thread):
         return self.board.named(what)
 
     @property
+    def is_cut_off(self) -> bool:
+        """The connection to the store broke; it may be slow otherwise."""
+        return self._is_lost
+
+    @property
     def is_lost(self) -> bool:
         """The store is gone, or does not answer."""
         since = self._calling_since

@@ -598,14 +598,19 @@ class Together:
         return saved
 
     def _how_it_ends(self, target: Point, word: str) -> str:
-        """The first word on it counts, for all ranks; without the store one's own."""
-        key = self._ranks.key_of("end", target)
-        found = self._ranks.call(lambda store: store.compare_set(key, "", word), timeout_s=GONE_S)
+        """The first word on it counts, for all ranks; without the store one's own. Raises `GivenUp` if news come."""
+        key, found = self._ranks.key_of("end", target), []
+        self._ranks.later(lambda store: found.append(store.compare_set(key, "", word)))
+        end_s = time.monotonic() + GONE_S
+        while not found and not self._ranks.is_cut_off and time.monotonic() < end_s:
+            if self._leaving.news is not None:
+                raise GivenUp
+            self._ranks.wait(_TICK_S)
         self._ends.append(key)
         if self._ranks.rank == 0 and len(self._ends) > _KEPT_ENDS:
             old = self._ends.pop(0)
             self._ranks.later(lambda store: store.delete_key(old))
-        return word if found is None else str(found, "ascii")
+        return str(found[0], "ascii") if found else word
 
     def miss(self, target: Point, why: str) -> None:
         """Tell the others that this safe point cannot be saved here."""

@@ -67,7 +67,7 @@ def _size(value: Any) -> int:
 class Gate:
     """The loop stands at a safe point, for good."""
 
-    at = (STEP, 0)
+    at = reach = (STEP, 0)
 
     def stop(self) -> tuple[tuple[int, int], tuple[tuple[int, str], ...], bool]:
         return self.at, ((0, ""),), True
@@ -112,7 +112,7 @@ class Attempt:
 
     def commit(self) -> Any:
         (self._directory / "manifest").write_text(str(self._rank))
-        return SimpleNamespace(ckpt=self.name)
+        return SimpleNamespace(ckpt=self.name, is_joined=False)
 
 
 class _Leaving(SimpleNamespace):

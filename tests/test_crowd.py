@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from migrator import ranks as ranks_module
 from migrator import together
 from migrator.agreement import Line
 from migrator.ranks import Ranks
+from migrator.saving import GivenUp
 from migrator.together import Together, order
 from tests import crowd
 from tests.crowd import OneRank
@@ -163,6 +165,21 @@ def test_whoever_goes_on_shows_it(make: Make) -> None:
     crew[1].advanced += 3
 
     until(lambda: crew[0].advanced_there(1) == before + 3, "it is seen")
+
+
+def test_a_store_that_hangs_at_a_commit_holds_up_no_leaving(make: Make) -> None:
+    """Rank 0 asks how a periodic save ends, gets no answer, and then has to leave."""
+    (rank,) = make(1)
+    leaving = SimpleNamespace(news=None)
+    shop: Any = SimpleNamespace(gate=crowd.Gate(), exchange=None, writes=True)
+    side: Any = Together(shop, rank, leaving, None)  # type: ignore[arg-type]
+    rank.later(lambda store: time.sleep(3.0))
+    threading.Timer(0.2, lambda: setattr(leaving, "news", object())).start()
+    start_s = time.monotonic()
+    with pytest.raises(GivenUp):
+        side._how_it_ends((9, 0), "commit")
+
+    assert time.monotonic() - start_s < 2.0
 
 
 def test_how_a_save_ends_is_said_once(make: Make) -> None:
