@@ -337,6 +337,8 @@ class JointSaver(Saver):
         assert leaving.news is not None
         if self._pod.serves_store:
             ranks.follow("leave")
+        # Who serves the store ends as soon as it has read this line of all.
+        ranks.is_done = True
         ranks.post(Line("out", ranks.rank), timeout_s=0.2)
         if self._pod.serves_store:
             # Who has not heard of the decision yet finds it in the store, which ends with this process.

@@ -191,7 +191,7 @@ class Ranks(threading.Thread):
         self._is_lost = False
         self._is_closed = False
         self.is_done = False
-        """The script has ended on this rank: it does not need the store any more."""
+        """This rank does not need the store any more: its script has ended, or all that it had to say is said."""
         self._beat = 0
         self._next_beat_s = 0.0
         self._beating: set[int] = set()
