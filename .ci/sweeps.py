@@ -55,7 +55,7 @@ AREAS = [
     Area(
         "protocol of the ranks",
         r"migrator/(agreement|ranks|team|together|joint|sharing|gate|capture)\.py"
-        r"|migrator/(pace|shared_log|bell|meeting|regroup|uneven)\.py"
+        r"|migrator/(pace|shared_log|bell|large_values|meeting|regroup|uneven)\.py"
         r"|tests/(model|gang|rank_story|torchruns)\.py|tests/jobs/(ranked|losing|eventful|agent|worker)\.py"
         r"|tests/test_(agreement|event_sweep|ranks_\w+|torchrun|gang)\.py",
         (

@@ -185,6 +185,8 @@ class View:
     """Reports had time enough to come in."""
     help_is_due: bool = False
     """Shares that are still missing had time enough to be written by those whose they are."""
+    is_over: bool = False
+    """The loop has ended, and not at the safe point that is to be saved."""
     patience_is_over: bool = False
     """The target should have been reached, and saved, by now."""
 
@@ -302,7 +304,11 @@ def _obey(me: Self, view: View, decision: Decision) -> Step:
     if me.let != target:
         return Act.LET, target
     if not me.is_taken:
-        return (Act.TAKE, target) if view.is_at_target else _if_due(view, without_me)
+        if view.is_at_target:
+            return Act.TAKE, target
+        # Whoever is on its way to the very target would come to nothing else alone.
+        is_on_its_way = me.reach == target and not (view.is_complete or view.is_over)
+        return (Act.WAIT, None) if is_on_its_way else _if_due(view, without_me)
     if not me.has_shared:
         return Act.SHARE, None
     if view.is_complete:

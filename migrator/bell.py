@@ -39,14 +39,14 @@ class Bell(threading.Thread):
         self._rank = rank
         self._on_ring = on_ring
         self.number = number
-        self._is_closed = False
+        self.is_closed = False
 
     def run(self) -> None:
-        while not self._is_closed:
+        while not self.is_closed:
             key = _key(self._prefix, self._rank, self.number)
             try:
                 self._store.wait([key], _LONG)
-                if not self._is_closed:
+                if not self.is_closed:
                     self._on_ring()
                 self._store.delete_key(key)
             except RuntimeError:  # the store is gone: whoever asks it something finds out
@@ -59,7 +59,7 @@ class Bell(threading.Thread):
 
     def close(self, store: Any, timeout_s: float) -> None:
         """End the thread, through another connection than its own."""
-        self._is_closed = True
+        self.is_closed = True
         if self.is_alive():
             store.set(_key(self._prefix, self._rank, self.number), "1")
             self.join(timeout_s)

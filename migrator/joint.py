@@ -32,9 +32,10 @@ from migrator.watcher import News
 _OTHERS_S = 2.0
 """Rank 0, if it serves the job's store, leaves so long after the others at most."""
 _GONE_ON = "it has gone on already"
+_NOT_COPIED = "what is costly to copy was not copied there (capture_costly)"
 _ASK_ALL = (
-    "Ranks that exchange nothing do not wait for one another. Call save_ckpt() on all ranks behind the same step, or "
-    "let them wait there: torch.distributed.barrier()"
+    "A rank that does not know of a save does not wait for it, if the ranks exchange nothing, and does not copy what "
+    "is costly to copy. Call save_ckpt() on all ranks behind the same step"
 )
 _SPEAKER_S = 1.0
 """So long a rank lets each lower rank of its pod answer the hook."""
@@ -74,7 +75,7 @@ class JointSaver(Saver):
         self._misses = 0
         self._has_nothing = False
         """No rank has anything to save: the next life need not wait for it."""
-        self._pace: tuple[float, int] | None = None
+        self._speed_since: tuple[float, int] | None = None
         """When there was which step: after this life's first one, and after each save."""
         ranks.on_lines = self._read_board
         if ranks.rank:
@@ -90,6 +91,11 @@ class JointSaver(Saver):
             ticket.done.set()
         elif self.newest is not None and self.newest.step == target[0]:
             ticket.saved = self.newest
+            ticket.done.set()
+        elif (why := self._together.missed(target)) is not None:
+            ticket.error = SaveFailed(
+                f"step {target[0]} could not be saved by all ranks, and is not tried again ({why}); the next step is"
+            )
             ticket.done.set()
         else:
             with self._cond:
@@ -109,6 +115,8 @@ class JointSaver(Saver):
         """What keeps this rank from saving that safe point."""
         gate = self._shop.gate
         reach = gate.reach
+        if gate.is_at(target) and gate.is_lost(target):
+            return _NOT_COPIED
         has_gone_on = reach is not None and reach > target and not gate.can_save(target)
         return _GONE_ON if has_gone_on else self._why_no_more()
 
@@ -117,8 +125,8 @@ class JointSaver(Saver):
         return bool(self._asked or self._targets)
 
     def at_step(self, step: int) -> None:
-        if self._pace is None:
-            self._pace = (time.monotonic(), step)
+        if self._speed_since is None:
+            self._speed_since = (time.monotonic(), step)
         super().at_step(step)
 
     def _be_ready_for(self, step: int) -> None:
@@ -181,6 +189,8 @@ class JointSaver(Saver):
             saved, error = self._save_with_others(target)
         except _Sooner:
             return
+        if saved is None:
+            self._taken = None
         with self._cond:
             self._targets.discard(target)
             answered = [ticket for point, ticket in self._asked if point == target]
@@ -191,7 +201,7 @@ class JointSaver(Saver):
                 if not self._targets:
                     self._ranks.relax()
         self._answer_tickets(answered, saved, error)
-        self._pace = (time.monotonic(), self._shop.gate.at[0])
+        self._speed_since = (time.monotonic(), self._shop.gate.at[0])
 
     def _answer_tickets(self, tickets: list[Ticket], saved: Saved | None, error: Exception | None) -> None:
         for ticket in tickets:
@@ -201,7 +211,7 @@ class JointSaver(Saver):
     def _order_ahead(self) -> None:
         """A periodic save is due: at a step that no rank has reached when it hears of it."""
         now_step = self._shop.gate.at[0]
-        since_s, step = self._pace or (time.monotonic(), now_step)
+        since_s, step = self._speed_since or (time.monotonic(), now_step)
         per_s = (now_step - step) / max(0.001, time.monotonic() - since_s)
         self._next_s = self._interval_end()
         ahead_s = self._ranks.pace.ahead_s(min(self._misses, ATTEMPTS))
@@ -225,16 +235,18 @@ class JointSaver(Saver):
             self._misses += 1
             if self._ranks.rank == 0 and self._misses % (ATTEMPTS + 1):  # else at its next time
                 log("save_retry", level=logging.INFO, why=missed, after_s=0.0)
-                if not self._shop.gate.is_closed:
+                if not self._shop.gate.is_closed and self._interval_end() is not None:
                     self._order_ahead()
-            advice = f". {_ASK_ALL}" if _GONE_ON in str(missed) else ""
+            is_of_one = any(why in str(missed) for why in (_GONE_ON, _NOT_COPIED))
+            advice = f". {_ASK_ALL}" if is_of_one else ""
             return None, SaveFailed(f"step {target[0]} could not be saved by all ranks: {missed}{advice}")
         except _Sooner:
             raise
         except Exception as failure:  # a periodic save never ends training
             log("save_failed", level=logging.ERROR, why=failed_text(failure), before=self._name_of_newest())
             if self._settings.every != Every() and self._ranks.rank == 0:
-                self._next_s = time.monotonic() + FAILED_AGAIN_S
+                again_s = time.monotonic() + FAILED_AGAIN_S
+                self._next_s = again_s if self._next_s is None else min(self._next_s, again_s)
             return None, failure
         finally:
             self._aside.free()

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def agent(environ: Mapping[str, str] | None = None, *, proc: Path = Path("/proc"
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     pid = _starter(proc)
-    return Agent(pid, _life(pid, proc), shutdown_timeout_s(environ, _command(proc / f"{pid}/cmdline")))
+    return Agent(pid, _life(pid, proc), shutdown_timeout_s(environ, _command(proc / f"{pid}/cmdline"), sys.argv[0]))
 
 
 def sigterm_grace_s(grace_s: float, found: Agent | None) -> float:
@@ -72,19 +73,30 @@ def sigterm_grace_s(grace_s: float, found: Agent | None) -> float:
     return min(grace_s, found.shutdown_s - min(_MARGIN_S, 0.1 * found.shutdown_s))
 
 
-def shutdown_timeout_s(environ: Mapping[str, str], command: list[str]) -> float:
+def shutdown_timeout_s(environ: Mapping[str, str], command: list[str], script: str) -> float:
     """`torchrun --shutdown-timeout`, given in its command line or by the variables that it reads."""
-    given = [_of_command(command), environ.get("PET_SHUTDOWN_TIMEOUT"), environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+    variables = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    given = [_of_command(command, script), *map(environ.get, variables)]
     return next((float(text) for text in given if text is not None and text.strip().isdecimal()), SHUTDOWN_S)
 
 
-def _of_command(command: list[str]) -> str | None:
+def _of_command(command: list[str], script: str) -> str | None:
+    """The last one counts; behind the script come its own options."""
+    found = None
     for word, following in zip(command, [*command[1:], ""], strict=False):
+        if _is_script(word, script):
+            break
         name, equals, value = word.partition("=")
         # As torchrun reads it: either spelling, and any beginning that means no other option.
         if len(name) > len("--sh") and _OPTION.startswith(name.replace("_", "-")):
-            return value if equals else following
-    return None
+            found = value if equals else following
+    return found
+
+
+def _is_script(word: str, script: str) -> bool:
+    """As a file, or by the name of a module."""
+    as_file = word.replace(".", "/") + ".py"
+    return bool(script) and (Path(word).name == Path(script).name or f"/{script}".endswith(f"/{as_file}"))
 
 
 @dataclass(frozen=True)

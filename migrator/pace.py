@@ -67,9 +67,10 @@ class Pace:
         """Nobody is waited for longer before a step is decided on, however alive."""
         return max(self.window_s(grace_s), 0.2 * grace_s)
 
-    def patience_s(self, left_s: float) -> float:
-        """From the decision: so long a rank tries to come to the target. What is left has to do for a save alone."""
-        return 0.25 * max(0.0, left_s)
+    def patience_s(self, left_s: float, *, all_alive: bool) -> float:
+        """From the decision: so long a rank that is below the target tries to come there. What is left has to do for a
+        save alone. Where a rank is lost it may hang in their last collective; where none is it is only slow."""
+        return (0.6 if all_alive else 0.25) * max(0.0, left_s)
 
     def states_s(self, left_s: float) -> float:
         """So long what is other ranks' own is waited for, if they are alive."""

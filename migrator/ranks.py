@@ -53,6 +53,8 @@ _CONNECT_S = 20.0
 _SAID_S = 0.5
 """Who was to say something for all has said it by then, or died before."""
 _BELL_S = 1.0
+_ASKED = 64
+"""Of so many ranks that have not beaten yet it is asked at a time whether they have."""
 _FIND_S = 0.5
 _FIND_AT_MOST_S = 10.0
 """So long between two looks whether the store is there again."""
@@ -195,6 +197,7 @@ class Ranks(threading.Thread):
         self._beat = 0
         self._next_beat_s = 0.0
         self._beating: set[int] = set()
+        self._next_asked = 0
         self._beats: dict[int, _Beat] = {}
         if rank == 0 or size <= FEW:
             self.follow("leave")
@@ -316,8 +319,10 @@ class Ranks(threading.Thread):
         wanted = set(range(self.size)) if of is None else of
         end_s = time.monotonic() + at_most_s
         self.hurry()
-        if topic:
-            self.follow(topic)
+        # That one has ended is a report, too.
+        topics = {topic, "leave"} - {"", *self._followed}
+        for one in topics:
+            self.follow(one)
         try:
             while True:
                 found = {line.rank: line.info for line in reversed(self.lines(what))}
@@ -332,13 +337,15 @@ class Ranks(threading.Thread):
                     raise RanksError(f"{lost}waited for rank {who} in vain: {why}")
                 self.wait(0.05)
         finally:
-            if topic:
-                self.unfollow(topic)
+            for one in topics:
+                self.unfollow(one)
 
     def said_in(self, topic: str) -> dict[int, Any]:
         """What was said in this topic so far, by rank. Main thread."""
         texts = self.call(lambda _: self._log_of(topic).read(), timeout_s=GONE_S)
-        return {line.rank: json.loads(line.info) for line in _lines_of(texts or [])}
+        if texts is None:
+            raise RanksError("the job's store does not answer: see whether rank 0, or the agent of torchrun, is there")
+        return {line.rank: json.loads(line.info) for line in _lines_of(texts)}
 
     def tell(self, what: str, info: Any, *, topic: str = "") -> None:
         """Post a line with anything JSON can hold; `RanksError` if that cannot be done."""
@@ -418,14 +425,19 @@ class Ranks(threading.Thread):
                 was_rung, self._is_rung = self._is_rung, False
                 if self._is_closed and not out:
                     return
+            fresh: list[Line] = []
+            reports: list[Line] = []
             try:
                 self._calling_since = time.monotonic()
-                fresh, reports = self._exchange(out)
+                self._exchange(out, fresh, reports)
                 for what, answer in calls:
+                    self._calling_since = time.monotonic()
                     answer.append(what(self._store))
+                self._calling_since = time.monotonic()
                 self._see_to_bell(is_unheard=bool(fresh) and not was_rung and not out)
                 self._calling_since = None
             except Exception as error:  # whatever it is, the others must be able to go on without the store
+                self._take_in(fresh, reports)  # it is not fetched again
                 self._lose(error)
                 if not self._find_again():
                     return
@@ -433,13 +445,18 @@ class Ranks(threading.Thread):
             with self._cond:
                 self._outbox = self._outbox[len(out) :]
                 self._sent += len(out)
-                if fresh or reports:
-                    self._lines = _shortened(self._lines + fresh + reports)
-                    self._board = None
-                if fresh or reports or out or calls:
+                if out or calls:
                     self._cond.notify_all()
-            if fresh:
-                self._hand_on(fresh)
+            self._take_in(fresh, reports)
+
+    def _take_in(self, fresh: list[Line], reports: list[Line]) -> None:
+        if fresh or reports:
+            with self._cond:
+                self._lines = _shortened(self._lines + fresh + reports)
+                self._board = None
+                self._cond.notify_all()
+        if fresh:
+            self._hand_on(fresh)
 
     def _hand_on(self, fresh: list[Line]) -> None:
         try:
@@ -447,13 +464,14 @@ class Ranks(threading.Thread):
         except Exception as error:  # this thread must live on: the others wait for what it posts
             log("watch_weak", level=logging.WARNING, way="board", error=repr(error))
 
-    def _exchange(self, out: list[Line | Once]) -> tuple[list[Line], list[Line]]:
+    def _exchange(self, out: list[Line | Once], fresh: list[Line], reports: list[Line]) -> None:
+        """Say what is to be said, and put what is new into the lists."""
         start_s = time.monotonic()
-        reports = self._send(out)
+        reports += self._send(out)
         read_s = time.monotonic()
-        fresh = _lines_of(self._all.read())
+        fresh += _lines_of(self._all.read())
         now_s = time.monotonic()
-        self.pace.round_trip_s = max(now_s - read_s, 0.9 * self.pace.round_trip_s)
+        self.pace.round_trip_s = max(now_s - read_s, 0.5 * self.pace.round_trip_s)
         self._send_what_nobody_said(fresh, start_s)
         self._forget_claims(fresh)
         for topic in self._followed:
@@ -462,15 +480,17 @@ class Ranks(threading.Thread):
         if self.is_busy and now_s >= self._next_beat_s:
             self._next_beat_s = now_s + self.pace.beat_s
             self._exchange_beats()
-        return fresh, reports
 
     def _see_to_bell(self, *, is_unheard: bool) -> None:
         """Whoever was about to ring may have died: its number is passed over."""
         if self._bell is None:
             return
+        if not (self._bell.is_alive() or self._bell.is_closed):
+            raise RuntimeError("the connection by which this rank is rung for broke")
         number, since_s = self._unheard
         if number == self._bell.number and time.monotonic() > since_s + _UNHEARD_S:
-            self._bell.nudge(self._store)
+            if number <= int(self._store.add(self.key("bell/count"), 0)):  # else it was heard
+                self._bell.nudge(self._store)
             self._unheard = _NOTHING_UNHEARD
         elif number != self._bell.number:
             self._unheard = (self._bell.number, time.monotonic()) if is_unheard else _NOTHING_UNHEARD
@@ -502,9 +522,8 @@ class Ranks(threading.Thread):
             return
         lines = self._lines + fresh
         self._late = [(end_s, once) for end_s, once in self._late if not once.is_said(lines)]
-        due = [once.line for end_s, once in self._late if now_s > end_s]
+        self._send([once.line for end_s, once in self._late if now_s > end_s])
         self._late = [(end_s, once) for end_s, once in self._late if now_s <= end_s]
-        self._send([*due])
 
     def _forget_claims(self, fresh: list[Line]) -> None:
         """Who was first to say something about a save long past does not matter any more."""
@@ -523,8 +542,7 @@ class Ranks(threading.Thread):
         self._store.set(self._beat_key(self.rank), f"{self._beat} {self.advanced}")
         with self._cond:
             watched = [rank for rank in self._beats if rank != self.rank]
-        # A key that does not exist would be waited for.
-        self._beating |= {rank for rank in watched if rank not in self._beating and self._has_beat(rank)}
+        self._beating |= self._begun([rank for rank in watched if rank not in self._beating])
         there = [rank for rank in watched if rank in self._beating]
         beats = self._store.multi_get([self._beat_key(rank) for rank in there]) if there else []
         now_s, found = time.monotonic(), dict(zip(there, beats, strict=True))
@@ -532,8 +550,13 @@ class Ranks(threading.Thread):
             for rank in watched:
                 self._beats[rank].take(found.get(rank, b""), now_s)
 
-    def _has_beat(self, rank: int) -> bool:
-        return bool(self._store.check([self._beat_key(rank)]))
+    def _begun(self, ranks: list[int]) -> set[int]:
+        """Those that have shown signs of life. A key that does not exist would be waited for."""
+        if ranks and self._store.check([self._beat_key(rank) for rank in ranks]):
+            return set(ranks)
+        self._next_asked = (self._next_asked + _ASKED) % max(1, len(ranks))
+        some = (ranks[self._next_asked :] + ranks[: self._next_asked])[:_ASKED]
+        return {rank for rank in some if self._store.check([self._beat_key(rank)])}
 
     def _beat_key(self, rank: int) -> str:
         return self.key(f"beat/{rank}")
@@ -572,16 +595,17 @@ class Ranks(threading.Thread):
             self._all.store = store
             if not self._all.is_here():
                 return False
+            if self._bell is not None:
+                self._bell.close(store, _BELL_S)
+                # What was rung for before is read now.
+                number = int(store.add(self.key("bell/count"), 0)) + 1
+                self._bell = bell.Bell(waiting, self.key("bell"), self.rank, self._rung, number=number)
+                self._bell.start()
         except (OSError, RuntimeError, ValueError):
             return False
         self._store = store
         for reports in self._reports.values():
             reports.store = store
-        before = self._bell
-        if before is not None:
-            before.close(store, _BELL_S)
-            self._bell = bell.Bell(waiting, self.key("bell"), self.rank, self._rung, number=before.number)
-            self._bell.start()
         return True
 
     def close(self) -> None:
@@ -600,8 +624,11 @@ class Ranks(threading.Thread):
         atexit.unregister(self.close)
 
     def let_go(self) -> None:
-        """Behind `close()`, where the process goes on: a group made at this address gets a store without our keys."""
-        self._served = None
+        """Behind `close()`, where the process goes on: a group made at this address gets a store without our keys, and
+        no connection stays."""
+        self._served = self._store = self._connect = self._bell = None
+        for one in (self._all, *self._reports.values()):
+            one.store = None
 
 
 class _Beat:

@@ -46,14 +46,25 @@ class SharedLog:
     def post(self, text: str) -> int:
         """Append a line; the number it got."""
         while True:
+            start_s = time.monotonic()
             number = int(self.store.add(self._count, 1))
-            if self.store.compare_set(self._key(number), "", text) == text.encode():
+            is_there = self.store.compare_set(self._key(number), "", text) == text.encode()
+            # Whoever is as late as that may have written where lines were closed and deleted.
+            if is_there and (time.monotonic() - start_s < HOLE_S or not self._is_deleted(number)):
                 return number
 
     def read(self) -> list[str]:
-        """The lines behind those that were read before."""
-        count = int(self.store.add(self._count, 0))
+        """The lines behind those that were read before: those that were fetched, also where the store then fails."""
         found: list[str] = []
+        try:
+            self._fetch(found)
+        except RuntimeError:
+            if not found:
+                raise
+        return found
+
+    def _fetch(self, found: list[str]) -> None:
+        count = int(self.store.add(self._count, 0))
         while self._read < count:
             keys = [self._key(n) for n in range(self._read + 1, min(count, self._read + _AT_ONCE) + 1)]
             if there := self._there(keys):
@@ -67,7 +78,6 @@ class SharedLog:
             self._read += len(texts)
             self._hole_since = None
             found += [text.decode("utf-8", errors="replace") for text in texts if text != _CLOSED.encode()]
-        return found
 
     def _there(self, keys: list[str]) -> list[str]:
         """Those before the first that is missing, or some of them: a key that does not exist would be waited for."""
@@ -77,13 +87,13 @@ class SharedLog:
 
     def _skip_deleted(self) -> bool:
         """Go on behind what is deleted; False: nothing there is."""
-        if not self.store.check([self._start]):
+        if not self._is_deleted(self._read + 1):
             return False
-        start = int(self.store.get(self._start))
-        if start <= self._read + 1:
-            return False
-        self._read = start - 1
+        self._read = int(self.store.get(self._start)) - 1
         return True
+
+    def _is_deleted(self, number: int) -> bool:
+        return bool(self.store.check([self._start])) and number < int(self.store.get(self._start))
 
     def _one(self, key: str) -> bytes | None:
         """The next line, which is missing; None if its writer may still be about to write it."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from migrator import environment, errors, lineage, loading
+from migrator import environment, errors, large_values, lineage, loading
 from migrator.agreement import Line
 from migrator.errors import (
     CkptCorrupt,
@@ -300,14 +300,15 @@ class Team:
             except MigratorError as error:
                 ranks.tell(f"{what} read", {"bad": str(error)})
                 raise
-            ranks.call(lambda store: store.set(key, data), timeout_s=LOAD_S)
+            if ranks.call(lambda store: large_values.put(store, key, data), timeout_s=LOAD_S) is None:
+                raise RanksError("the job's store does not answer: the ckpt cannot be handed to the other ranks")
             ranks.tell(f"{what} read", {"tensors": loading.described(tensors)})
         found = ranks.gather(f"{what} read", "rank 0 reads the ckpt", of={0}, at_most_s=LOAD_S)[0]
         if "bad" in found:
             raise CkptCorrupt(f"rank 0 found {found['bad']}")
         try:
             if ranks.rank != 0:
-                data = ranks.call(lambda store: store.get(key), timeout_s=LOAD_S)
+                data = ranks.call(lambda store: large_values.get(store, key), timeout_s=LOAD_S)
                 if data is None:
                     gone = "ended" if ranks.is_lost else "did not answer"
                     raise RanksError(f"the job's store {gone} while the ckpt was handed over")
@@ -322,7 +323,7 @@ class Team:
             f"{what} ready", what, dict, "each rank makes room for the ckpt", at_most_s=LOAD_S
         )
         if ranks.rank == 0:
-            ranks.later(lambda store: store.delete_key(key))
+            ranks.later(lambda store: large_values.delete(store, key))
         if not all(ready.values()):
             raise RanksError(f"not all ranks could make room for {name}")
         group = distributed.new_group(backend="gloo")

@@ -4,7 +4,7 @@ Leaving: the acts that `agreement` asks for, done on the real gate, board and
 storage. Going on: the target is told well ahead ("order"), or every rank knows
 it; all ranks save exactly that safe point or none.
 
-No wait here is without an end: of others' reports at most a tenth of the grace,
+No wait here is without an end (`pace.py`): of others' reports at most a fifth of the grace,
 of others' shares at most as long as one's own took, of their own states as long
 as they show signs of life and there is time.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from migrator import agreement
+from migrator import agreement, large_values
 from migrator.agreement import Act, Board, Decision, Line, Point, Self, View
 from migrator.capture import Capture
 from migrator.errors import SaveFailed, StorageError
@@ -62,12 +62,12 @@ class ThroughStore:
 
     def forget(self, ckpt: str) -> None:
         """It is committed: its manifest has what the records said."""
-        keys = [self._key(ckpt, rank) for rank in range(self._ranks.size)]
-        self._ranks.later(lambda store: [store.delete_key(key) for key in keys])
+        for rank in range(self._ranks.size):
+            self._ranks.later(partial(large_values.delete, key=self._key(ckpt, rank)))
 
     def put(self, ckpt: str, rank: int, data: bytes) -> None:
         key = self._key(ckpt, rank)
-        if self._ranks.call(lambda store: (store.set(key, data), True)[1]) is None:
+        if self._ranks.call(lambda store: large_values.put(store, key, data)) is None:
             raise SaveFailed("the job's store does not answer, and this rank does not see the root of the ckpts")
 
     def get(self, ckpt: str, ranks: set[int]) -> dict[int, bytes]:
@@ -83,7 +83,7 @@ class ThroughStore:
 
 
 def _found(key: str, store: Any) -> bytes:
-    return bytes(store.get(key)) if store.check([key]) else b""
+    return large_values.get(store, key) if store.check([key]) else b""
 
 
 class Together:
@@ -239,6 +239,7 @@ class Together:
             return me  # somebody said "again"; the board tells
         self._share_s = time.monotonic() - start_s
         self._since["shared"] = time.monotonic()
+        self._next_look_s = 0.0
         return agreement.done(me, Act.SHARE)
 
     def _commit(self) -> None:
@@ -291,12 +292,13 @@ class Together:
             is_complete=me.has_shared and self._is_complete(),
             is_at_target=target is not None and self._shop.gate.is_at(target),
             is_at_sooner=me.is_alone and not me.is_taken and self._is_at_sooner(target),
+            is_over=target is not None and self._shop.gate.is_closed and not self._shop.gate.is_at(target),
             window_is_over=self._is_window_over(board, me, now_s),
             help_is_due=self._shop.writes
             and self._collects()
             and now_s > self._since.get("shared", now_s) + max(0.1, self._share_s)
             and not self._gives_way(),
-            patience_is_over=decision is not None and now_s > self._end_s("decision", self._pace.patience_s),
+            patience_is_over=decision is not None and now_s > self._end_s("decision", self._patience_s),
         )
 
     def _is_at_sooner(self, target: Point | None) -> bool:
@@ -326,7 +328,8 @@ class Together:
             if waited_s < stand_in_s:
                 return False
         self._ranks.follow("leave")
-        return self._ranks.has_read("leave")
+        # With the store gone storage says what there is to know.
+        return self._ranks.is_lost or self._ranks.has_read("leave")
 
     def _collects(self) -> bool:
         """Of many ranks the first one with a share looks what all have written; the others come after it."""
@@ -337,7 +340,8 @@ class Together:
         if self._ranks.size > FEW and time.monotonic() < shared_s + self._pace.stand_in_s(position):
             return False
         self._ranks.follow("leave")
-        return self._ranks.has_read("leave")
+        # With the store gone storage says what there is to know.
+        return self._ranks.is_lost or self._ranks.has_read("leave")
 
     def _look(self, me: Self, decision: Decision | None, target: Point | None) -> None:
         """At storage, now and then: is it committed, and what have the others written?"""
@@ -384,6 +388,12 @@ class Together:
         shared_s = self._since["shared"]
         until_s = self._end_s("shared", self._pace.states_s)
         return min(until_s, shared_s + _STORE_GONE_S) if self._ranks.is_lost else until_s
+
+    def _patience_s(self, left_s: float) -> float:
+        size = self._ranks.size
+        others = set(range(size)) - {self._ranks.rank} if size <= FEW else {0} - {self._ranks.rank}
+        is_whole = not (self._ranks.is_lost or self._ranks.board.out() & others)
+        return self._pace.patience_s(left_s, all_alive=is_whole and all(map(self._ranks.is_alive_there, others)))
 
     def _end_s(self, since: str, share_s: Callable[[float], float]) -> float:
         """Until when something is waited for that began then, for a share of the time that was left. A deadline that
@@ -577,7 +587,7 @@ class Together:
     def _give_up_if_stalled(self, target: Point, waits_for: set[int], waited_s: float, stall_s: float) -> None:
         # Whoever serves the store has ended, and has committed just before, or never will; nor will the dead.
         is_dead = not self._ranks.is_lost and not all(map(self._ranks.is_alive_there, waits_for))
-        if not is_dead and waited_s <= (_STORE_GONE_S if self._ranks.is_lost else stall_s):
+        if not is_dead and waited_s <= (_STORE_GONE_S if self._ranks.is_cut_off else stall_s):
             return
         leads = self._ranks.rank == 0
         if not leads and self._how_it_ends(target, "missed") == "commit":
@@ -606,8 +616,9 @@ class Together:
             if self._leaving.news is not None:
                 raise GivenUp
             self._ranks.wait(_TICK_S)
-        self._ends.append(key)
-        if self._ranks.rank == 0 and len(self._ends) > _KEPT_ENDS:
+        if self._ranks.rank == 0:
+            self._ends.append(key)
+        if len(self._ends) > _KEPT_ENDS:
             old = self._ends.pop(0)
             self._ranks.later(lambda store: store.delete_key(old))
         return str(found[0], "ascii") if found else word

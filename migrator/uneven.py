@@ -36,17 +36,19 @@ class UnevenInputs:
         self._join = Join
         self._before: tuple[Any, Any] = Join.__enter__, Join.__exit__
         enter, leave = self._before
-        self._open = 0
+        self._open: set[int] = set()
 
         def is_ours(join: Any) -> bool:
             return bool(join._enable) and any(is_registered(_parameters(joined)) for joined in join._joinables)
 
         def entered(join: Any) -> Any:
-            self._open += is_ours(join)
-            return enter(join)  # type: ignore[no-untyped-call]
+            found = enter(join)  # type: ignore[no-untyped-call]
+            if is_ours(join):
+                self._open.add(id(join))
+            return found
 
         def left(join: Any, *how: Any) -> Any:
-            self._open -= is_ours(join)
+            self._open.discard(id(join))
             return leave(join, *how)
 
         Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]

@@ -69,6 +69,8 @@ class Gate:
 
     at = reach = (STEP, 0)
 
+    is_closed = False
+
     def stop(self) -> tuple[tuple[int, int], tuple[tuple[int, str], ...], bool]:
         return self.at, ((0, ""),), True
 

@@ -149,7 +149,7 @@ def test_why_a_rank_saves_alone(ranks: Ranks, me: Self, why: str) -> None:
 def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, is_kept: bool, news: Any, why: str) -> None:
     """A loop that stands still has not gone on, nor has one that has only begun the next epoch."""
     saver = object.__new__(JointSaver)
-    gate = SimpleNamespace(reach=reach, can_save=lambda _: is_kept)
+    gate = SimpleNamespace(reach=reach, can_save=lambda _: is_kept, is_at=lambda _: False)
     saver.__dict__.update(_shop=SimpleNamespace(gate=gate), _leaving=SimpleNamespace(news=news))
 
     assert saver._why_not((7, 0)) == why

@@ -15,6 +15,7 @@ import pytest
 from migrator import ranks as ranks_module
 from migrator import together
 from migrator.agreement import Line
+from migrator.pace import Pace
 from migrator.ranks import Ranks
 from migrator.saving import GivenUp
 from migrator.together import Together, order
@@ -189,3 +190,85 @@ def test_how_a_save_ends_is_said_once(make: Make) -> None:
 
     assert [sides[0]._how_it_ends((9, 0), "commit"), sides[1]._how_it_ends((9, 0), "missed")] == ["commit", "commit"]
     assert [sides[1]._how_it_ends((10, 0), "missed"), sides[0]._how_it_ends((10, 0), "commit")] == ["missed", "missed"]
+
+
+class Breaks:
+    """A connection that breaks behind the next call of one kind."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.behind = ""
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            found = method(*args)
+            if name == self.behind:
+                self.behind = ""
+                self._store = None
+            return found
+
+        if self._store is None:
+            raise RuntimeError("Connection reset by peer")
+        return call
+
+
+@pytest.fixture
+def broken() -> Iterator[tuple[Ranks, Ranks, Breaks]]:
+    """Two ranks; the second one's connection can break, and is made again."""
+    server = crowd.served()
+    first = Ranks(0, 2, "n", crowd.connected(server.port), waiting=crowd.connected(server.port))
+    wire = Breaks(crowd.connected(server.port))
+
+    def connect(timeout_s: float) -> tuple[Any, Any]:
+        return crowd.connected(server.port), crowd.connected(server.port)
+
+    second = Ranks(1, 2, "n", wire, waiting=crowd.connected(server.port), connect=connect)
+    for one in (first, second):
+        one.start()
+    yield first, second, wire
+    for one in (second, first):
+        one.close()
+
+
+def test_a_line_that_was_fetched_as_the_connection_broke_is_not_lost(broken: tuple[Ranks, Ranks, Breaks]) -> None:
+    """The notice above all: nothing is fetched twice."""
+    first, second, wire = broken
+    heard: list[Line] = []
+    second.on_lines = heard.extend
+    wire.behind = "multi_get"
+    first.tell_news(time.monotonic() + 30)
+
+    until(lambda: [line.what for line in heard] == ["news"], "the notice")
+    assert second.lines("news")
+
+
+def test_the_bell_is_heard_where_only_the_other_connection_broke(broken: tuple[Ranks, Ranks, Breaks]) -> None:
+    """Its number is neither passed over nor rung in vain."""
+    first, second, wire = broken
+    wire.behind = "add"
+    first.post(order((1, 0), 0))
+    until(lambda: second.lines("order"), "the first line")
+    until(lambda: not second.is_cut_off, "the new connection")
+    rung: list[float] = []
+    bell_rung = second._rung
+    assert second._bell is not None
+    second._bell._on_ring = lambda: (rung.append(time.monotonic()), bell_rung())[1]
+    for step in range(2, 5):
+        first.post(order((step, 0), 0))
+        until(lambda step=step: len(second.lines("order")) == step, "the next line")
+
+    until(lambda: len(rung) == 3, "a ring for each line")
+
+
+def test_where_the_store_is_gone_others_than_the_first_collect(many: None) -> None:
+    """What was shared is on storage, and no report will ever be read."""
+    side: Any = object.__new__(Together)
+    ranks = SimpleNamespace(rank=3, size=20, pace=Pace(20), is_lost=True)
+    ranks.follow, ranks.has_read = (lambda _: None), (lambda _: False)
+    side.__dict__.update(_ranks=ranks, _attempt=SimpleNamespace(position=3), _since={"shared": time.monotonic() - 5})
+
+    assert side._collects()
+    ranks.is_lost = False
+    assert not side._collects()

@@ -45,7 +45,7 @@ PROPERTIES = {"is_leaving", "resume"}
 
 LAYERS = [
     {"errors", "events", "environment", "sigaction", "frames", "iteration"},
-    {"launcher", "buckets", "pace", "shared_log", "bell"},
+    {"launcher", "buckets", "pace", "shared_log", "bell", "large_values"},
     {
         "settings",
         "agreement",

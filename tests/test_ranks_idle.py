@@ -118,10 +118,10 @@ BUSY = """
 from migrator.ranks import Ranks
 exchange = Ranks._exchange
 
-def exchanges(self, out):
+def exchanges(self, *lists):
     for _ in range(2000):
         self._store.add("migrator/tests", 0)
-    return exchange(self, out)
+    return exchange(self, *lists)
 
 Ranks._exchange = exchanges
 """
@@ -186,10 +186,10 @@ class SaysBye:
             time.sleep(0.01)
         return count
 
-def exchanges(self, out):
+def exchanges(self, *lists):
     if rank == 1 and not isinstance(self._store, SaysBye):
         self._store = SaysBye(self._store)
-    return exchange(self, out)
+    return exchange(self, *lists)
 
 Ranks._exchange = exchanges
 Path("pid-0").write_text(str(os.getpid())) if rank == 0 else None

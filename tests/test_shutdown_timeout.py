@@ -112,6 +112,9 @@ def test_sigterm_behind_an_unanswered_request_shortens_what_is_left(job: Job) ->
         (["torchrun", "--shutdown-timeout", "120", "train.py"], {}, 120),
         (["python", "-m", "torch.distributed.run", "--shutdown-timeout=90", "train.py"], {}, 90),
         (["torchrun", "--shutdown_timeout=90", "train.py", "--shutdown-timeout=7"], {}, 90),
+        (["torchrun", "--nproc-per-node=2", "./train.py", "--shutdown-timeout", "5"], {}, 30),
+        (["torchrun", "-m", "train", "--shutdown-timeout", "5"], {}, 30),
+        (["torchrun", "--shutdown-timeout=5", "--shutdown-timeout=60", "train.py"], {}, 60),
         (["torchrun", "--shutdown-t=90", "train.py"], {"PET_SHUTDOWN_TIMEOUT": "60"}, 90),
         (["torchrun", "train.py"], {"PET_SHUTDOWN_TIMEOUT": "60", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 60),
         (["torchrun", "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 50),
@@ -124,7 +127,7 @@ def test_the_agents_time_is_found_where_torchrun_takes_it_from(
     command: list[str], environ: dict[str, str], expected: float
 ) -> None:
     """Its command line, then its variables, then its default."""
-    assert launcher.shutdown_timeout_s(environ, command) == expected
+    assert launcher.shutdown_timeout_s(environ, command, "train.py") == expected
 
 
 def test_an_agent_of_which_proc_says_nothing_has_the_default(tmp_path: Path) -> None:
