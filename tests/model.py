@@ -33,8 +33,8 @@ The promises:
 1. Never torn: whatever a manifest combines was written from states of its step.
 2. Never stuck: nothing can happen for ever, and when nothing more has to happen every
    rank that is alive, not frozen and heard the news (all of them hear, as long as they have the board)
-   has ended. One exception: a rank that saves alone, whose state was found changed and whose loop
-   cannot come to another safe point; the deadline ends it. Who ends with NOTHING has nothing:
+   has ended. One exception: a rank that saves alone, or is on its way to what was agreed on, whose state was found
+   changed and whose loop cannot come to another safe point; the deadline ends it. Who ends with NOTHING has nothing:
    no step done, or its last state changed. Nobody stops without news anywhere.
 3. No step after the save. If ranks are quick and none is lost, one step is saved, and no loop
    is past it, but for those that had ended before they heard, and those whose state changed after
@@ -713,9 +713,12 @@ class Model:
         return not may_lose and point < _at(rank) and (point[0] < rank.step or rank.early == 2)
 
     def _is_hopeless(self, world: World, number: int, rank: Rank) -> bool:
-        """It has lost what it was to save, alone, and cannot get to another safe point: others have left or hang."""
+        """It has lost what it was to save, and cannot get to another safe point: others have left or hang. So it is alone,
+        or on its way to what was agreed on, and alone it would go nowhere else."""
         me = self.selves[rank.me]
-        is_short = me.is_alone and me.reach is not None and not rank.is_dirty and rank.step < me.reach[0]
+        decision = self._plan(number, world.board[: rank.read], me.ballot)
+        is_bound = me.is_alone or (decision is not None and decision.target == me.reach)
+        is_short = is_bound and me.reach is not None and not rank.is_dirty and rank.step < me.reach[0]
         return is_short and rank.mark == 2
 
     def _is_calm(self, world: World) -> bool:

@@ -174,7 +174,10 @@ def test_a_rank_in_a_long_step_is_waited_for(job: Job) -> None:
     """All are on their way to the same safe point, which takes longer than a quarter of the grace."""
     script = TINY.replace(
         "    optimizer.zero_grad()\n",
-        '    if state["step"] == 5:\n        print("steps", flush=True)\n        time.sleep(3.0)\n    optimizer.zero_grad()\n',
+        '    if state["step"] == 5:\n'
+        '        print("steps", flush=True)\n'
+        "        time.sleep(3.0)\n"
+        "    optimizer.zero_grad()\n",
     )
     gang = job.write(script).gang(2, MIGRATOR_GRACE_S="8")
     gang.wait_for("^steps")
