@@ -61,6 +61,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/hook.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/many_ranks.py
 
 all: lint types test demo
 

@@ -1,7 +1,8 @@
 """How ranks come to one answer: which safe point all of them save before they leave.
 
-The ranks share a *board*, a text that can only grow and that all of them read in
-the same order. Nothing is ever taken back from it: of several lines that say the
+The ranks share a log that can only grow and that all of them read in the same
+order, and report to those who decide or collect; what one rank has read of both is
+its *board*. Nothing is ever taken back: of several lines that say the
 same thing differently, the first one counts. What a rank does next follows from
 what it has read, what it has done and what lies on storage, and from nothing
 else: `next_act` is a pure function, so that a model checker can drive as many

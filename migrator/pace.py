@@ -1,8 +1,7 @@
-"""How long ranks wait for one another, and how often they look: all of it, with the reasons.
+"""How long ranks wait for one another, and how often they look, with the reasons.
 
-Nothing here is a constant that could be right for two ranks and wrong for a thousand, or right for a grace of ten
-minutes and wrong for one of ten seconds. What a time depends on: the number of ranks, the time left, and the round trip
-to the store as it was measured (`Pace.round_trip_s`).
+What would be right for two ranks and wrong for a thousand, or right for a grace of ten minutes and wrong for one of ten
+seconds, follows from the number of ranks, the time left, and the round trip to the store as it was measured.
 
 Whoever is late is not lost. Lost is who shows no sign of life for `stale_s`, read while the store answered; and even
 then nothing is decided for good before the times below are over.
@@ -13,8 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HUNG_S = 2.0
+"""No answer of the store for so long is none, where nobody knows how much time there is."""
 GONE_S = 60.0
-"""In `listening()` and `load_ckpt()` a rank that does not beat is given so long: it may be importing, or compiling."""
+"""In `listening()` and `load_ckpt()` a rank that does not beat is given so long: it may be importing, or compiling. And
+so long the store, where nobody has to leave."""
 STALL_S = 60.0
 """A save that is not the last one is given up when no rank has written anything for so long, though all are alive."""
 ATTEMPTS = 5

@@ -240,7 +240,7 @@ class Ranks(threading.Thread):
         return time.monotonic() - since > self.pace.hung_s(self.left_s()) and self._hung[1] > _HUNG_LOOKS
 
     def post(self, line: Line | Once, *, timeout_s: float | None = None) -> bool:
-        """Say something; True when it is there and what was there before it was read."""
+        """Say something. True: it was said, here or by another rank, and what had been said before was read."""
         patience_s = self.pace.hung_s(self.left_s()) if timeout_s is None else timeout_s
         with self._cond:
             # What nobody waits for goes out when the store is back.
