@@ -103,8 +103,9 @@ class Hosts:
     def __init__(self, size: int, port: int, directory: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
-        for number in range(PROCESSES):
-            which = range(number * size // PROCESSES, (number + 1) * size // PROCESSES)
+        # Rank 0, which decides, does not share its interpreter with others, as in life.
+        bounds = [0, *(1 + number * (size - 1) // PROCESSES for number in range(PROCESSES + 1))]
+        for which in map(range, bounds[:-1], bounds[1:]):
             ours, theirs = context.Pipe()
             process = context.Process(target=host, args=(which, size, port, directory, theirs))
             process.start()
