@@ -713,8 +713,8 @@ class Model:
         return not may_lose and point < _at(rank) and (point[0] < rank.step or rank.early == 2)
 
     def _is_hopeless(self, world: World, number: int, rank: Rank) -> bool:
-        """It has lost what it was to save, and cannot get to another safe point: others have left or hang. It is alone, or
-        on its way to what was agreed on, and alone it would go nowhere else."""
+        """It has lost what it was to save, and cannot get to another safe point: others have left or hang. It is
+        alone, or on its way to what was agreed on, and alone it would go nowhere else."""
         me = self.selves[rank.me]
         decision = self._plan(number, world.board[: rank.read], me.ballot)
         is_bound = me.is_alone or (decision is not None and decision.target == me.reach)
