@@ -120,7 +120,13 @@ class Sigterm:
 
         # A plain function: there are frameworks that call no other kind of handler.
         def handle(number: int, frame: FrameType | None) -> None:
-            self._handle(number, frame, link)
+            for _ in range(_TRIES):
+                try:
+                    self._handle(number, frame, link)
+                    return
+                except RuntimeError as error:
+                    if not _is_of_dying_worker(error):
+                        raise
 
         self._links[handle] = link
         self._handler = handle
@@ -211,21 +217,14 @@ class Sigterm:
         if self.raise_now is not None and not self.is_exiting:
             self._raise_once(frame)
             return
-        for _ in range(_TRIES):
-            # Torch's handler of SIGCHLD may break in before it is replaced: a loader worker died of the same signal.
-            with contextlib.suppress(RuntimeError):
-                self._note()
-                break
-        self._call_replaced(number, frame, link)
-        if self.raise_now is not None and not self.is_exiting:
-            # The state became safe while the script's handler ran.
-            self._raise_once(frame)
-
-    def _note(self) -> None:
         quieten_sigchld()
         self.is_heard = True
         with contextlib.suppress(OSError):  # the pipe is full: of news
             os.write(self._write_fd, bytes([signal.SIGTERM]))
+        self._call_replaced(number, frame, link)
+        if self.raise_now is not None and not self.is_exiting:
+            # The state became safe while the script's handler ran.
+            self._raise_once(frame)
 
     def _raise_once(self, frame: FrameType | None) -> None:
         # Once only: the next one would break into the script's own clean-up. And not in a finalizer, where an
@@ -323,12 +322,13 @@ def quieten_sigchld() -> None:
     """Loader workers die with the process group; torch's handler would raise in the middle of a step."""
     if threading.current_thread() is not threading.main_thread():
         return
-    for _ in range(_TRIES):
-        # It may break into these very lines, and is what they are there for.
-        with contextlib.suppress(RuntimeError):
-            if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
-                signal.signal(signal.SIGCHLD, lambda number, frame: None)
-            return
+    if signal.getsignal(signal.SIGCHLD) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+
+def _is_of_dying_worker(error: RuntimeError) -> bool:
+    """Torch's handler of SIGCHLD broke in before it was replaced: a loader worker died of the same signal."""
+    return str(error).startswith("DataLoader worker")
 
 
 def _before_fork() -> None:

@@ -113,8 +113,9 @@ def assert_all_left_with(texts: list[str], step: int, context: str) -> None:
             assert "Traceback" not in text.partition("migrator.errors.Migrated")[0], context
             assert not events_in(text, "left_hard"), context
         else:
-            assert "RuntimeError: [" in text, context
-            assert "gloo" in text, context
+            # Or a loader worker had died of the same signal before the rank had its own.
+            is_of_gloo = "RuntimeError: [" in text and "gloo" in text
+            assert is_of_gloo or "RuntimeError: DataLoader worker" in text, context
     assert any("\nleft 143\n" in text for text in texts), context
 
 
