@@ -80,6 +80,8 @@ from migrator.watcher import News
 
 EXIT_WAIT_S = 600.0
 """An exit waits so long at most for a save under way that nobody set a deadline for."""
+_SAID_S = 0.5
+"""So long a script that has heard of the notice is held until the other ranks can know that."""
 MANY_STEPS = 200
 """So many steps of an optimizer without a safe point are worth a line in the log."""
 
@@ -204,6 +206,8 @@ class Life:
         """The script marks its safe points, by `batches()` or `safe_point()`."""
         self._unsaved_steps = 0
         self._has_checked_comm_hooks = False
+        self._is_said = threading.Event()
+        """The other ranks can know that the script has heard of the notice."""
         self._gradients_at_safe_point: list[object] = [None] * len(self._registry.optimizers())
         self._roots = {id(module) for module in self._registry.modules()}
         self._forward_hook: Any = None
@@ -328,6 +332,9 @@ class Life:
         self._finalizer = multiprocessing.util.Finalize(None, self.close, exitpriority=100)
         self._sigterm.take_back()
         self._noticed.pass_on(self._hear)
+        if self._team is not None:
+            # Behind its handler the script may tell the others, and they may end before they can read that it knows.
+            self._sigterm.behind_script = lambda: self._is_said.wait(_SAID_S)
         self._saver.start()
         if self._team is not None:
             self._team.begin()
@@ -358,7 +365,8 @@ class Life:
             # Ranks often pass a flag of their own around, so all of them may end early.
             line = Line("heard", self._team.ranks.rank)
             said = Once(line, "heard", lambda lines: any(other.what == "heard" for other in lines))
-            self._team.ranks.post(said, timeout_s=0)
+            self._team.ranks.post(said, timeout_s=_SAID_S)
+            self._is_said.set()
 
     def is_leaving_for_script(self) -> bool:
         """`migrator.is_leaving`."""
@@ -908,9 +916,10 @@ class Life:
         self._sigterm.is_exiting = True
         self.gate.close()
         end_s = time.monotonic() + BEHIND_S
-        # Where a handler of the script's own took the place of ours, only the watcher knows of a SIGTERM.
+        # Where a handler of the script's own took the place of ours, only the watcher knows of a SIGTERM. And another
+        # rank says that its script has heard of the notice before it passes the notice on.
         while self._leaving.news is None and time.monotonic() < end_s:
-            if not (self._sigterm.is_heard or self._sigterm.is_pending):
+            if not (self._sigterm.is_heard or self._sigterm.is_pending or self._leaving.script_knows):
                 break
             time.sleep(0.002)
         if self._leaving.news is not None:

@@ -71,6 +71,8 @@ class Sigterm:
         """A SIGTERM came; the news of it may be a moment behind."""
         self.script_heard = False
         """A handler of the script's own gets a SIGTERM as well: the script may end early because of it."""
+        self.behind_script: Callable[[], object] = lambda: None
+        """Called when a handler of the script's has run, before the script goes on."""
         self.was_raised = threading.Event()
         self.is_exiting = False
         """The interpreter is on its way out: nothing is raised any more."""
@@ -221,7 +223,9 @@ class Sigterm:
         self.is_heard = True
         with contextlib.suppress(OSError):  # the pipe is full: of news
             os.write(self._write_fd, bytes([signal.SIGTERM]))
-        self._call_replaced(number, frame, link)
+        if callable(link.replaced):
+            self._call_replaced(number, frame, link)
+            self.behind_script()
         if self.raise_now is not None and not self.is_exiting:
             # The state became safe while the script's handler ran.
             self._raise_once(frame)

@@ -251,7 +251,8 @@ def test_a_handler_that_was_never_called_told_the_script_nothing(job: Job) -> No
 # Several ranks.
 
 
-def test_ranks_that_stop_together_end_with_one_code(job: Job) -> None:
+@pytest.mark.parametrize("late", ["0", "0.1"], ids=["", "said late"])
+def test_ranks_that_stop_together_end_with_one_code(job: Job, late: str) -> None:
     """Rank 0 alone has a handler and tells the others by a collective: no rank counts as finished."""
     job.whole_end = True
     gang = job.write("""
@@ -271,6 +272,13 @@ def test_ranks_that_stop_together_end_with_one_code(job: Job) -> None:
                 time.sleep(0.001)
             share(self)
         Attempt.share = share_at_the_end
+        if rank == 0:
+            from migrator.ranks import Ranks
+            send = Ranks._send
+            def sends_late(self, out):
+                time.sleep(float(os.environ["LATE_S"]) if out else 0)
+                return send(self, out)
+            Ranks._send = sends_late
         for x, ids in migrator.batches(loader):
             train(x, ids)
             if rank == 0 and state["step"] == 2:
@@ -278,7 +286,7 @@ def test_ranks_that_stop_together_end_with_one_code(job: Job) -> None:
             distributed.all_reduce(flag)
             if flag:
                 break
-        """).gang(2)
+        """).gang(2, LATE_S=late)
 
     assert gang.wait() == [143, 143], gang.text
     assert [rank for rank, _ in gang.events("exit_code_changed")] == [0, 1], gang.text
