@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train, be stopped, resume, and compare with a run that was never stopped
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## all tests, of each sweep a sample: 5 minutes (TEST_ARGS="--seed=7" draws what a run of that seed drew)
+test: $(READY)  ## all tests, of each sweep a sample: 7 minutes (TEST_ARGS="--seed=7" draws what a run of that seed drew)
 	$(PYTEST) -n $(WORKERS) -m "not long and not sweep" $(TEST_ARGS)
 
 quick: $(READY)  ## the tests that start no process: one minute
