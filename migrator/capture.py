@@ -101,7 +101,7 @@ class Capturer:
         marks: dict[str, Mark] = {}
         # Random states first: nothing below draws, but a state_dict() of the script's own might.
         random = randomness.capture()
-        self.restless.clear()
+        restless: set[str] = set()
         for name, kind in self._registry:
             if not full and name in self._deferred:
                 continue
@@ -109,12 +109,14 @@ class Capturer:
             try:
                 value = values[name] = self._copied(name, kind)
             except _Restless:
-                self.restless.add(name)
+                restless.add(name)
                 continue
             marks[name] = Mark(kind.watched(value), self._marks.get(name))
             self._weigh(name, kind, perf_counter() - before_s, interval_s)
         self._marks = marks
-        missing = frozenset(self.restless) if full else frozenset(self._deferred | self.restless)
+        # At once: a save that fails meanwhile asks why no safe point could be copied.
+        self.restless = restless
+        missing = frozenset(restless) if full else frozenset(self._deferred | restless)
         return Capture(step, random, values, marks, loop, missing, turn=turn)
 
     def contents(self) -> dict[str, Contents]:
