@@ -53,7 +53,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 examples: $(READY)  ## each example, stopped and resumed; the demo has a command of its own
-	$(PYTEST) -n 2 tests/test_examples.py -k "not demo"
+	$(PYTEST) -n 2 tests/docs/test_examples.py -k "not demo"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py

@@ -121,7 +121,7 @@ def commands(areas: list[Area]) -> list[list[str]]:
     found = []
     states = max((area.states for area in areas), default=0)
     if states:
-        found.append([PYTHON, "-m", "tests.crashes", f"--states={states}", f"--seed={os.getpid()}"])
+        found.append([PYTHON, "-m", "tests.support.crashes", f"--states={states}", f"--seed={os.getpid()}"])
     files = dict.fromkeys(f"tests/test_{name}.py" for area in areas for name in area.tests)
     if files:
         options = ["-x", "-q", "-n", "4", "--dist", "worksteal", "-m", "not sweep", "--whole"]

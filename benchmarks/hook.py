@@ -31,7 +31,7 @@ class Trainer(threading.Thread):
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
-        from migrator.signal_file import SignalFile
+        from migrator.notice.signal_file import SignalFile
 
         self._file = SignalFile(path)
         self.saves_s = 0.0

@@ -2,7 +2,7 @@
 
     python benchmarks/many_ranks.py [RANKS ...]
 
-More ranks than fit on one machine are threads of a few processes (`tests/crowd.py`), with one real TCPStore in a
+More ranks than fit on one machine are threads of a few processes (`tests/support/rank_threads.py`), with one real TCPStore in a
 process of its own. All of them share this machine's cores, so what is measured in seconds is an upper bound.
 """
 
@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from migrator import together
-from migrator.pace import Pace
-from migrator.ranks import Ranks
-from migrator.together import Together, order
-from tests import crowd
+from migrator.save.group import last_save as together
+from migrator.ranks.timing import Pace
+from migrator.ranks.peers import Ranks
+from migrator.save.group.last_save import Together, order
+from tests.support import rank_threads as crowd
 
 PROCESSES = 4
 GRACE_S = 30.0

@@ -33,12 +33,13 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 def measure(blocks: int, directory: Path) -> dict[str, float]:
     """Seconds of each of the three, of the time the gate is shut, and of `state_dict()`."""
-    from migrator import lineage, loading
-    from migrator.capture import Capturer
-    from migrator.gate import Gate
-    from migrator.registry import Registry
-    from migrator.saving import Aside, Attempt, Workshop
-    from migrator.storage import LocalStorage
+    from migrator.ckpt import generations as lineage
+    from migrator.session import restore_plan as loading
+    from migrator.state.capture import Capturer
+    from migrator.loop.gate import Gate
+    from migrator.state.registry import Registry
+    from migrator.save.attempt import Aside, Attempt, Workshop
+    from migrator.storage.posix import LocalStorage
 
     model = model_of(blocks)
     optimizer = trained(model)

@@ -284,7 +284,7 @@ class Migrator:
     _instance: Any = None
 
     def _life(self, directory: Path, training: Training) -> Any:
-        from migrator.instance import Migrator as Instance
+        from migrator.api import Migrator as Instance
 
         migrator = self._instance = Instance()
         migrator.register("model", training.model)

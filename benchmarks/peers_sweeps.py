@@ -39,7 +39,7 @@ _MODULES = {
     "DCP": ["torch.distributed.checkpoint.state_dict"],
     "torchsnapshot": ["torchsnapshot"],
     "Lightning": ["lightning.pytorch.callbacks"],
-    "migrator": ["migrator.instance"],
+    "migrator": ["migrator.api"],
 }
 MORE_MEMORY = 4 << 30
 """A load that asks for more, for a length that was flipped, is refused."""

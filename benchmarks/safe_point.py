@@ -34,7 +34,7 @@ def resnet_like() -> tuple[nn.Module, torch.Tensor]:
 
 
 def measure(name: str, model: nn.Module, x: torch.Tensor, directory: Path, *, sgd: bool = False) -> None:
-    from migrator.instance import Migrator
+    from migrator.api import Migrator
 
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
     if sgd:

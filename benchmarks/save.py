@@ -55,16 +55,16 @@ def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def write_migrator(state: dict[str, torch.Tensor], path: Path) -> None:
-    from migrator.parts import write_part
-    from migrator.storage import LocalStorage
+    from migrator.ckpt.tensor_file import write_part
+    from migrator.storage.posix import LocalStorage
 
     storage = LocalStorage(path, "job")
     write_migrator.record = write_part(storage, "000001-000000000001/part-00000-of-00001.safetensors", state)  # type: ignore[attr-defined]
 
 
 def read_migrator(state: dict[str, torch.Tensor], path: Path) -> None:
-    from migrator.parts import read_part
-    from migrator.storage import LocalStorage
+    from migrator.ckpt.tensor_file import read_part
+    from migrator.storage.posix import LocalStorage
 
     read_part(LocalStorage(path, "job"), "000001-000000000001", write_migrator.record, state)  # type: ignore[attr-defined]
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         StorageError,
         UsageError,
     )
-    from migrator.instance import Migrator
-    from migrator.sampler import ElasticSampler
+    from migrator.api import Migrator
+    from migrator.data.sampler import ElasticSampler
 
     migrator: Migrator
 
@@ -69,13 +69,13 @@ _INSTANCE_NAMES = {
 def __getattr__(name: str) -> Any:
     # On first use, so that `python -m migrator.hooks` and a bare import need no torch.
     if name == "migrator":
-        from migrator.instance import Migrator
+        from migrator.api import Migrator
 
         globals()["migrator"] = instance = Migrator()
         return instance
     if name == "watch" and "migrator" not in globals():
         # For the top of a script: torch may take long to import.
-        from migrator.lookout import watch
+        from migrator.notice.inbox import watch
 
         return watch
     if name in _INSTANCE_NAMES:
@@ -86,11 +86,11 @@ def __getattr__(name: str) -> Any:
         if hasattr(errors, name):
             return getattr(errors, name)
         if name == "ElasticSampler":
-            from migrator.sampler import ElasticSampler
+            from migrator.data.sampler import ElasticSampler
 
             return ElasticSampler
         if name == "Migrator":
-            from migrator.instance import Migrator
+            from migrator.api import Migrator
 
             return Migrator
     raise AttributeError(f"module 'migrator' has no attribute {name!r}")

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from migrator.testing import container
-from tests import chance, guardian
-from tests.harness import ForkServer, Job, Tally
-from tests.warm import WarmShim
+from tests.support import chance
+from tests.support import guardian
+from tests.support.harness import ForkServer, Job, Tally
+from tests.support.warm_pods import WarmShim
 
 # torch's store asks the name service for the host of each connection, and answers nobody meanwhile. Where that question
 # is lost now and then, all ranks of a test would stand still for five seconds.

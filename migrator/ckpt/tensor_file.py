@@ -1,0 +1,409 @@
+"""A part: the tensors of one rank in a file that any reader of .safetensors can open.
+
+Written straight from tensor memory. Each tensor is fetched only when its turn
+comes, and a large one anew for each slice of it: meanwhile the caller may have
+put a copy aside and let the training loop change the live one.
+
+The digest of a piece is taken *before* it is written. So if at the end a tensor
+still has the digest it had then, what lies in the file is what the digest says:
+no change in between can go unseen, unless it was taken back.
+
+Read straight into tensor memory, each block verified there. The price: when a
+block is bad, some of the tensors hold already what was read from the file.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from migrator.storage.file_io import (
+    BLOCK,
+    Digest,
+    block_count,
+    block_digest,
+    digest_of_blocks,
+    memory,
+    read_all,
+)
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed
+from migrator.storage.posix import LocalStorage
+from migrator.ckpt.codec import DTYPES, dtype_name
+
+ALIGNMENT = 4096
+GROUP = 64 << 20
+"""A write call gets at least this much where there is that much."""
+SLICE = 256 << 20
+"""A tensor larger than this is written in slices."""
+
+_HEADER_MAX = 100_000_000  # what the safetensors library accepts
+
+_SAFETENSORS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Element types that all readers know. The others are stored as bytes, with their names in the metadata."""
+
+_TYPES = {code: DTYPES[name] for name, code in _SAFETENSORS.items() if name in DTYPES}
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What the manifest says of a part."""
+
+    name: str
+    """The file's name inside the ckpt's directory."""
+    bytes: int
+    digest: str
+    blocks: tuple[str, ...]
+    tensor_digests: Mapping[str, builtins.bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Of each tensor as it was written; known to the writer only."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.bytes, "digest": self.digest, "blocks": list(self.blocks)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in a part, counted from the file's first byte."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The order of a part's tensors and the header that says it."""
+
+    header: bytes
+    places: tuple[Place, ...]
+    size: int
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Large elements first, so that every tensor is aligned; otherwise in the order given."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", "migrator": "1"}}
+        odd: dict[str, str] = {}
+        spans: list[tuple[str, torch.Tensor, int, int]] = []
+        offset = 0
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            kind = _checked(name, tensor)
+            end = offset + tensor.numel() * tensor.dtype.itemsize
+            shape = list(tensor.shape)
+            if kind not in _SAFETENSORS:
+                odd[name], shape = kind, [*shape, tensor.dtype.itemsize]
+            entries[name] = {
+                "dtype": _SAFETENSORS.get(kind, "U8"),
+                "shape": shape,
+                "data_offsets": [offset, end],
+            }
+            spans.append((name, tensor, offset, end))
+            offset = end
+        if odd:
+            entries["__metadata__"]["dtypes"] = json.dumps(odd)
+        header = _framed(json.dumps(entries, separators=(",", ":")).encode("ascii"))
+        places = tuple(
+            Place(name, tensor.dtype, tuple(tensor.shape), len(header) + start, len(header) + end)
+            for name, tensor, start, end in spans
+        )
+        return Layout(header, places, len(header) + offset)
+
+    @staticmethod
+    def parse(header: bytes, size: int) -> Layout:
+        """The layout that a whole header (with its length in front) gives a file of `size` bytes."""
+        try:
+            entries = json.loads(header[8:])
+            metadata = entries.pop("__metadata__")
+            odd = json.loads(metadata.get("dtypes", "{}"))
+            places = tuple(_place(name, entry, odd.get(name), len(header)) for name, entry in entries.items())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CkptCorrupt(f"its header is not one of a part: {error!r:.200}") from error
+        at = len(header)
+        for place in places:
+            if place.start != at:
+                raise CkptCorrupt(f"its header puts {place.name} at byte {place.start}; expected {at}")
+            at = place.end
+        if at != size:
+            raise CkptCorrupt(f"its header describes {at} bytes; the file has {size}")
+        return Layout(header, places, size)
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """The digest of a tensor's bytes, as `PartRecord.tensor_digests` holds it."""
+    return xxhash.xxh3_64(memory(_on_cpu(tensor))).digest()
+
+
+def write_part(
+    storage: LocalStorage,
+    name: str,
+    tensors: Mapping[str, torch.Tensor] | Mapping[str, Callable[[], torch.Tensor]],
+    *,
+    before_block: Callable[[list[str]], None] | None = None,
+    after_block: Callable[[int, int], None] | None = None,
+) -> PartRecord:
+    """Write `<ckpt>/<part>`; when this returns, its bytes and its name are durable.
+
+    `before_block` hears the names of the tensors whose bytes go into the next call, before they are
+    fetched; `after_block` the bytes that were written and the bytes there are.
+    """
+    ckpt, _, part = name.rpartition("/")
+    layout = Layout.of({key: _fetched(source) for key, source in tensors.items()})
+    digest, tensor_digests = Digest(), _TensorDigests()
+    with storage.write(name) as file:
+        front = [memoryview(layout.header)]
+        for group in _groups(layout.places) or [[]]:
+            if before_block is not None:
+                before_block(list(dict.fromkeys(place.name for place, _, _ in group)))
+            buffers = front + [tensor_digests.piece(tensors[p.name], p, a, b) for p, a, b in group]
+            for buffer in buffers:
+                digest.update(buffer)
+            file.write(buffers)
+            front = []
+            if after_block is not None:
+                after_block(file.bytes, layout.size)
+        if storage.size(f"{ckpt}/manifest.json") is not None:
+            raise SaveFailed(f"the ckpt {ckpt} is committed; its part {part} cannot be written again")
+        file.finish()
+    storage.sync_directory(ckpt)
+    whole, blocks = digest.finish()
+    return PartRecord(part, layout.size, whole, blocks, tensor_digests.done())
+
+
+def read_part(
+    storage: LocalStorage,
+    ckpt: str,
+    record: PartRecord,
+    homes: Mapping[str, torch.Tensor] | None = None,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """All tensors of a part, every byte verified: in their homes where these fit, else in fresh memory.
+
+    A home fits if it is contiguous, on the CPU, and has the dtype and shape of the stored tensor.
+    """
+    name = f"{ckpt}/{record.name}"
+    size = storage.size(name)
+    if size is None:
+        raise CkptCorrupt(f"{name} is missing; it was there when the ckpt was committed")
+    try:
+        _check_record(record, size)
+        with storage.open(name) as fd:
+            layout = Layout.parse(_proven_header(fd, record), record.bytes)
+            tensors = {place.name: _home(place, homes or {}) for place in layout.places}
+            _fill(fd, record, layout, tensors, progress)
+    except CkptCorrupt as error:
+        raise CkptCorrupt(f"{name}: {error}") from error
+    return tensors
+
+
+class _TensorDigests:
+    """Hands out the pieces of tensors as they are written and remembers their digests."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, Any] = {}
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def piece(self, source: Any, place: Place, start: int, end: int) -> memoryview:
+        tensor = self._copies.get(place.name)
+        if tensor is None:
+            live = _fetched(source)
+            if live.dtype != place.dtype or tuple(live.shape) != place.shape:
+                raise SaveFailed(
+                    f"{place.name} was {place.dtype} of shape {place.shape} when its save began "
+                    f"and is {live.dtype} of shape {tuple(live.shape)} now; the attempt is of no use"
+                )
+            tensor = _on_cpu(live)
+            # What had to be copied is copied once, not for each slice.
+            if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start:
+                self._copies = {place.name: tensor}
+        piece = memory(tensor)[start:end]
+        self._digests.setdefault(place.name, xxhash.xxh3_64()).update(piece)
+        return piece
+
+    def done(self) -> dict[str, bytes]:
+        return {name: digest.digest() for name, digest in self._digests.items()}
+
+
+def _groups(places: tuple[Place, ...]) -> list[list[tuple[Place, int, int]]]:
+    """What goes into one write call each: (tensor, first byte, last byte + 1) of at least GROUP together."""
+    groups: list[list[tuple[Place, int, int]]] = []
+    room = 0
+    for place in places:
+        size = place.end - place.start
+        for start in range(0, max(size, 1), SLICE):
+            end = min(size, start + SLICE)
+            if room <= 0:
+                groups.append([])
+                room = GROUP
+            groups[-1].append((place, start, end))
+            room -= end - start
+    return groups
+
+
+def _fill(
+    fd: int,
+    record: PartRecord,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Read and verify all blocks; two threads, as one alone does not keep a disk busy."""
+    spans = [(0, len(layout.header), memoryview(bytearray(len(layout.header))))]
+    for place in layout.places:
+        if place.end > place.start:
+            spans.append((place.start, place.end, memory(tensors[place.name])))
+    starts = [start for start, _, _ in spans]
+
+    def pieces(begin: int, end: int) -> Iterator[memoryview]:
+        for start, stop, view in spans[bisect_right(starts, begin) - 1 :]:
+            if start >= end:
+                return
+            yield view[max(begin, start) - start : min(end, stop) - start]
+
+    def block(index: int) -> int:
+        begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
+        buffers = list(pieces(begin, end))
+        read_all(fd, buffers, begin)
+        inside = [place.name for place in layout.places if place.start < end and place.end > begin]
+        _check_block(record, index, buffers, inside if begin >= len(layout.header) else ["the header", *inside])
+        return end - begin
+
+    done = 0
+    with ThreadPoolExecutor(2, thread_name_prefix="migrator-read") as pool:
+        blocks = [pool.submit(block, index) for index in range(len(record.blocks))]
+        try:
+            for finished in as_completed(blocks):
+                done += finished.result()
+                if progress is not None:
+                    progress(done, record.bytes)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _proven_header(fd: int, record: PartRecord) -> bytes:
+    """The header, after the blocks that hold it were found to be those that were committed."""
+    header, size = bytearray(), 8
+    for index in range(len(record.blocks)):
+        begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
+        buffer = memoryview(bytearray(end - begin))
+        read_all(fd, [buffer], begin)
+        _check_block(record, index, [buffer], ["the header and the tensors behind it"])
+        if index == 0:
+            size = 8 + int.from_bytes(buffer[:8], "little")
+            if not 8 < size <= min(record.bytes, _HEADER_MAX):
+                raise CkptCorrupt(f"its header claims {size} bytes; the file has {record.bytes}")
+        header += buffer[: size - len(header)]
+        if len(header) == size:
+            break
+    return bytes(header)
+
+
+def _check_block(record: PartRecord, index: int, pieces: list[memoryview], inside: list[str]) -> None:
+    if block_digest(pieces) == record.blocks[index]:
+        return
+    more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
+    raise CkptCorrupt(
+        f"block {index + 1} of {len(record.blocks)} does not hold the bytes that were committed "
+        f"(it holds {', '.join(inside[:5])}{more})"
+    )
+
+
+def _check_record(record: PartRecord, size: int) -> None:
+    if size != record.bytes:
+        raise CkptCorrupt(f"it has {size} bytes; {record.bytes} were committed")
+    if len(record.blocks) != block_count(size) or digest_of_blocks(record.blocks) != record.digest:
+        raise CkptCorrupt("the manifest's digests of its blocks do not add up to that of the part")
+
+
+def _home(place: Place, homes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    home = homes.get(place.name)
+    if home is not None and home.dtype == place.dtype and tuple(home.shape) == place.shape and _is_plain(home):
+        return home
+    # By way of bytes: torch warns when it makes a tensor of some of the dtypes it has.
+    try:
+        flat = torch.empty(place.end - place.start, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise CkptMismatch(
+            f"{place.name} takes {place.end - place.start} bytes, more than there are: {error}"
+        ) from error
+    return flat.view(place.dtype).reshape(place.shape)
+
+
+def _place(name: str, entry: dict[str, Any], odd: str | None, base: int) -> Place:
+    shape, (start, end) = entry["shape"], entry["data_offsets"]
+    dtype = _TYPES[entry["dtype"]]
+    if odd is not None:
+        dtype = DTYPES[odd]
+        if entry["dtype"] != "U8" or not shape or shape.pop() != dtype.itemsize:
+            raise ValueError(f"{name} is {odd} but not stored as bytes")
+    if not all(type(n) is int and n >= 0 for n in [*shape, start, end]):
+        raise ValueError(f"{name} has the shape {shape} at {start}-{end}")
+    # Torch refuses a product of lengths above 2^63, even if one of them is 0.
+    if len(shape) > 64 or math.prod(n or 1 for n in shape) * dtype.itemsize >= 1 << 63:
+        raise ValueError(f"{name} has the shape {shape}")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} of shape {shape} has {end - start} bytes")
+    return Place(name, dtype, tuple(shape), base + start, base + end)
+
+
+def _framed(header: bytes) -> bytes:
+    """With its length in front, and blanks behind so that the data starts at a page."""
+    size = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT
+    if size > _HEADER_MAX:
+        raise RegistrationError(f"the names of the tensors take {size} bytes; at most {_HEADER_MAX} fit a part")
+    return (size - 8).to_bytes(8, "little") + header.ljust(size - 8)
+
+
+def _checked(name: str, tensor: torch.Tensor) -> str:
+    kind = dtype_name(tensor.dtype)
+    if kind is None:
+        raise RegistrationError(f"{name} has elements of {tensor.dtype}, which a part cannot hold")
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RegistrationError(f"{name!r} cannot be the name of a tensor: it is no valid text") from error
+    if name == "__metadata__":
+        raise RegistrationError("no tensor can be named __metadata__: the file format needs that name")
+    return kind
+
+
+def _fetched(source: Any) -> torch.Tensor:
+    tensor = source if isinstance(source, torch.Tensor) else source()
+    return tensor.detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes lie in this process's memory, in order, as they are."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_plain(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()

@@ -1,0 +1,317 @@
+"""The way back: the newest whole ckpt into everything registered.
+
+First the manifest, then the fit: a ckpt that does not fit is refused with all
+differences at once, before anything registered was touched. Then the parts, every
+byte verified while it is read straight into the tensors' memory. A bad part is
+found on the way; the ckpt before it is then loaded over what was half loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from random import Random
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from migrator.state import random_state as randomness
+from migrator.ckpt import codec as tree
+from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageError
+from migrator.events import log
+from migrator.state.adapters.base import check_positions, set_state
+from migrator.ckpt.generations import NOT_A_FILE, make_durable, whole
+from migrator.ckpt.manifest import Manifest, objects_from
+from migrator.ckpt.tensor_file import read_part
+from migrator.save.progress import Progress
+from migrator.state.registry import Registry
+from migrator.storage.posix import LocalStorage
+from migrator.ckpt.codec import DTYPES, Stored, StoredArray, dtype_name, laid_out
+
+_RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A ckpt that is now in the registered objects."""
+
+    ckpt: str
+    step: int
+    random: dict[str, Any]
+    loop: dict[str, Any] | None
+    size: int
+    ranks: int
+    """How many ranks it was saved with."""
+
+
+class Fit:
+    """What one rank takes from a manifest, found to fit what is registered; nothing is touched yet."""
+
+    def __init__(
+        self, manifest: Manifest, registry: Registry, *, rank: int = 0, size: int = 1, where: str | None = None
+    ) -> None:
+        self._manifest = manifest
+        self._registry = registry
+        self._rank = rank
+        own = _own(manifest, rank) if manifest.ranks == size else {}
+        entries = {**manifest.objects, **own.get("objects", {})}
+        self._loop = own.get("loop", manifest.extra.get("loop"))
+        self._trees = {key: entry["tree"] for key, entry in entries.items()}
+        self._values = {key: _decoded(entry["tree"]) for key, entry in entries.items()}
+        kinds = {key: entry["kind"] for key, entry in entries.items()}
+        _check_fit(where or manifest.ckpt, kinds, self._values, registry)
+        self._homes: dict[str, Tensor] = {}
+        for key, kind in registry:
+            for stored, tensor in kind.homes(self._values[key]).items():
+                self._homes.setdefault(stored, tensor.detach())
+        missing = manifest.extra.get("missing")
+        self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
+
+    def homes(self) -> dict[str, Tensor]:
+        """Where stored tensors live in this process."""
+        return self._homes
+
+    def restore(self, read: dict[str, Tensor]) -> Loaded:
+        """Put everything in place."""
+        name = self._manifest.ckpt
+        tensors = _Tensors(read, self._homes)
+        random = self._random(tensors)
+        loop = _filled(_decoded(self._loop), tensors)
+        if loop is not None:
+            _check_loop(name, loop)
+        for key, kind in self._registry:
+            if kind.may_lack:
+                self._registry.storable.remember(key, self._trees[key])
+        filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
+        for key, kind in self._registry:
+            try:
+                kind.restore(filled[key])
+            except Exception as error:  # whatever the script's own load_state_dict() raises
+                raise CkptMismatch(
+                    f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
+                    "Start without the ckpt: MIGRATOR_RESUME=never."
+                ) from error
+        if self._registry.own and not self._has_own:
+            names = ",".join(sorted(self._registry.own))
+            log("own_of_another_rank", level=logging.WARNING, ckpt=name, objects=names)
+        return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
+
+    def _random(self, tensors: _Tensors) -> dict[str, Any]:
+        """This rank's own random states; where the ckpt has none for it, such as follow from another rank's."""
+        states = _filled(_decoded(self._manifest.extra.get("random")), tensors)
+        if states is None:
+            return {}
+        if not isinstance(states, dict) or not all(isinstance(key, str) and _RANK.fullmatch(key) for key in states):
+            raise CkptCorrupt(f"{self._manifest.ckpt}: its random states are not kept by rank")
+        own, ranks = str(self._rank), sorted(states, key=int)
+        if not ranks or (own in states and type(states[own]) in (NoneType, dict) and not states[own]):
+            return {}
+        other = own if own in states else ranks[self._rank % len(ranks)]
+        _check_random(self._manifest.ckpt, states[other])
+        if other == own:
+            return dict(states[own])
+        log("random_derived", level=logging.WARNING, ckpt=self._manifest.ckpt, other=other)
+        return randomness.derived(states[other], self._rank)
+
+
+def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0, size: int = 1) -> Loaded:
+    """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
+    manifest = whole(storage, name)
+    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.directory / name}")
+    loaded = fit.restore(read(storage, manifest, fit.homes()))
+    try:
+        # From now on it is spoken of as saved, while it may be there only because the node did not crash.
+        make_durable(storage, name)
+    except StorageError as error:
+        if error.errno not in NOT_A_FILE:
+            raise
+        raise CkptCorrupt(f"{name} was deleted while it was read: {error}") from error
+    return loaded
+
+
+def newest_usable(
+    names: Iterable[str], load: Callable[[str], Loaded], *, where: object, on_bad: Callable[[str], None]
+) -> Loaded:
+    """The first of these ckpts that is what was committed; the others are named and left in place."""
+    found = []
+    for name in names:
+        try:
+            return load(name)
+        except CkptCorrupt as error:
+            found.append(str(error))
+            on_bad(name)
+            log("ckpt_bad", level=logging.ERROR, ckpt=name, why=error)
+    raise NoUsableCkpt(
+        f"none of the {len(found)} ckpts under {where} can be used:\n  "
+        + "\n  ".join(found)
+        + "\nNothing was deleted. Restore the volume, or start over knowingly: MIGRATOR_RESUME=never."
+    )
+
+
+def read(storage: LocalStorage, manifest: Manifest, homes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a ckpt, every byte verified."""
+    tensors: dict[str, Tensor] = {}
+    with Progress("loading") as progress:
+        for part in manifest.parts:
+            try:
+                tensors |= read_part(storage, manifest.ckpt, part, homes, progress=progress)
+            except StorageError as error:
+                # It was a file when the manifest was read.
+                if error.errno not in NOT_A_FILE:
+                    raise
+                raise CkptCorrupt(f"{manifest.ckpt}: {error}") from error
+    return tensors
+
+
+def described(tensors: dict[str, Tensor]) -> list[Any]:
+    """What another rank needs to make tensors of the same names and sizes."""
+    return [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+
+
+def made(described: list[Any]) -> dict[str, Tensor]:
+    """Tensors as `described` says, to be filled."""
+    return {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in described}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as plain bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _own(manifest: Manifest, rank: int) -> dict[str, Any]:
+    found = manifest.extra.get("own", {})
+    own = found.get(str(rank), {}) if isinstance(found, dict) else {}
+    try:
+        return {**own, "objects": objects_from(own.get("objects", {}))}
+    except (TypeError, AttributeError, CkptCorrupt) as error:
+        raise CkptCorrupt(
+            f"{manifest.ckpt}: what is rank {rank}'s own is not of the form that a save writes"
+        ) from error
+
+
+def _check_loop(name: str, loop: Any) -> None:
+    """The place in the loops is used only when a loop begins: too late to go back to another ckpt."""
+    loops = loop.get("loops") if isinstance(loop, dict) else None
+    if not isinstance(loops, dict):
+        raise CkptCorrupt(f"{name}: the place in its loops is not of the form that a save writes")
+    for label, state in loops.items():
+        is_ours = isinstance(label, str) and isinstance(state, dict)
+        if not is_ours or any(type(state[key]) is not kind for key, kind in _LOOP.items() if key in state):
+            raise CkptCorrupt(f"{name}: the place in one of its loops is not of the form that a save writes")
+        if "origin" in state:
+            _check_random(name, state["origin"].get("random"))
+    epochs = loop.get("epochs", {})
+    if not isinstance(epochs, dict) or not all(map(_is_count, epochs.values())):
+        raise CkptCorrupt(f"{name}: the numbers of its epochs are not of the form that a save writes")
+
+
+def _is_count(found: Any) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"epoch", "is_over"}:
+        return False
+    return type(found["epoch"]) is int and found["epoch"] >= 0 and type(found["is_over"]) is bool
+
+
+_LOOP = {
+    "handed": int,
+    "is_over": bool,
+    "batch_size": int,
+    "origin": dict,
+    "alike": bool,
+    "now": dict,
+    "at": str,
+    "starts": list,
+}
+
+
+def _check_random(name: str, states: Any) -> None:
+    """Random states are put back last of all: whether they can be is tried on generators that nobody needs."""
+    try:
+        set_state(torch.Generator(), states["torch"])
+        set_state(Random(0), states["python"])
+        if "numpy" in states:
+            set_state(np.random.RandomState(type(np.random.mtrand._rand._bit_generator)(0)), states["numpy"])
+        if not all(isinstance(state, Tensor) for state in states.get("cuda", ())):
+            raise TypeError("a device has a state that is no tensor")
+    except Exception as error:  # torch, Python and numpy raise whatever they like
+        raise CkptCorrupt(f"{name}: its random states are not such as a generator has: {error!r:.200}") from error
+
+
+def _decoded(node: Any) -> Any:
+    """The value with `Stored` in the place of tensors that lie in a part."""
+    return tree.decode(node, get=lambda stored: stored)
+
+
+class _Tensors:
+    """The tensors of a ckpt, as its parts hold them: row by row."""
+
+    def __init__(self, tensors: dict[str, Tensor], homes: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._homes = homes
+
+    def get(self, stored: Stored) -> Tensor:
+        """One of them, in memory of the strides that it had."""
+        tensor = self._tensors.get(stored.name)
+        if tensor is None or tensor.dtype != stored.dtype or tuple(tensor.shape) != stored.shape:
+            raise CkptCorrupt(f"the manifest names a tensor {stored.name!r} that its parts do not hold like that")
+        home = self._homes.get(stored.name)
+        # What fits its home is copied into that, whatever strides it has there.
+        if stored.strides is None or (home is not None and home.shape == tensor.shape and home.dtype == tensor.dtype):
+            return tensor
+        # In the place of the other: both of them together are needed for one tensor at a time only.
+        self._tensors[stored.name] = laid_out(tensor, stored.strides)
+        return self._tensors[stored.name]
+
+
+def _filled(value: Any, tensors: _Tensors) -> Any:
+    """The value with its tensors."""
+    if isinstance(value, Stored):
+        return tensors.get(value)
+    if isinstance(value, StoredArray):
+        return value.array(tensors.get(value.part))
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = _filled(value[key], tensors)
+        return _proven(value)
+    if type(value) in (list, tuple):
+        return _proven(type(value)([_filled(item, tensors) for item in value]))
+    if isinstance(value, deque):
+        return deque((_filled(item, tensors) for item in value), value.maxlen)
+    return value
+
+
+def _proven(value: Any) -> Any:
+    try:
+        check_positions(value)
+    except ValueError as error:
+        raise CkptCorrupt(str(error)) from error
+    return value
+
+
+def _check_fit(name: str, kinds: dict[str, Any], values: dict[str, Any], registry: Registry) -> None:
+    lines = [f"in the ckpt, not registered: {key}" for key in values if key not in registry]
+    lines += [f"registered, not in the ckpt: {key}" for key, _ in registry if key not in values]
+    for key, kind in registry:
+        if key not in values:
+            continue
+        if kinds[key] != kind.kind:
+            lines.append(f"{key}: is a {kind.kind} here, a {kinds[key]} there")
+            continue
+        try:
+            lines += [f"{key}{line}" for line in kind.differences(values[key])]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CkptCorrupt(f"{name}: the state of {key!r} is not of the form that a save writes") from error
+    if lines:
+        raise CkptMismatch(
+            f"the ckpt {name} does not fit what is registered:\n  "
+            + "\n  ".join(lines)
+            + "\nRegister what is missing before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never.\n"
+            "To take a part of it only (the weights, not the optimizer), start without it and read its tensors from "
+            f"{name}/*.safetensors, where they are named '<registered name>/<key>': see CkptMismatch in "
+            "docs/troubleshooting.md."
+        )

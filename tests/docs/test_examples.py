@@ -1,0 +1,117 @@
+"""Each example runs, is stopped, resumes, and keeps what its docstring says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.harness import ROOT, Job, until
+
+pytestmark = pytest.mark.processes
+
+PLAIN = ROOT / "examples" / "plain.py"
+EPOCHS = ROOT / "examples" / "epochs.py"
+DDP = ROOT / "examples" / "ddp.py"
+ELASTIC = ROOT / "examples" / "elastic.py"
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_the_plain_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job: Job) -> None:
+    """Stopped twice in mid-epoch, it ends with the weights of the run that was never stopped, every sample once."""
+    job.use(PLAIN)
+    other_pod = job.directory / "other-pod"
+    elsewhere = {"MIGRATOR_CKPT": str(other_pod / "ckpts"), "MIGRATOR_SIGNAL": str(other_pod / "signal")}
+    whole = job.run("--epochs", "3", "--weights", "whole.pt", **elsewhere)
+    log = job.directory / "steps.jsonl"
+    for step in (20, 70):
+        life = job.run("--epochs", "3", "--log", str(log))
+        until(lambda step=step: lines(log) >= step, f"step {step}", context=lambda life=life: life.text)
+        life.kill()
+        assert life.wait() == 143, life.text
+    last = job.run("--epochs", "3", "--log", str(log), "--weights", "stopped.pt")
+    assert last.wait() == 0, last.text
+    assert whole.wait() == 0, whole.text
+
+    one, other = (torch.load(job.directory / name, weights_only=True) for name in ("whole.pt", "stopped.pt"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    for epoch in range(3):
+        assert sorted(i for s in steps if s["epoch"] == epoch for i in s["ids"]) == list(range(1500))
+
+
+def test_the_epochs_example_repeats_the_epoch_it_was_stopped_in_and_no_other(job: Job) -> None:
+    """The predecessor's four lines: nothing torn, no finished epoch again, the interrupted one from its start."""
+    job.use(EPOCHS)
+    life = job.run("--epochs", "200")
+    life.wait_for("^epoch 3:")
+    life.kill()
+    assert life.wait() == 143, life.text
+    done = life.text.count("\nepoch ")
+    second = job.run("--epochs", str(done + 2))
+    assert second.wait() == 0, second.text
+    assert f"goes on after epoch {done - 1}" in second.text
+    assert f"\nepoch {done}: " in second.text
+    assert f"\nepoch {done - 1}: " not in second.text
+
+
+def test_the_ddp_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job: Job) -> None:
+    """Only rank 1 hears that it must leave. Resumed on as many ranks: the same weights, every sample once."""
+    job.use(DDP)
+    apart = {"MIGRATOR_CKPT": str(job.directory / "whole"), "MIGRATOR_SIGNAL": str(job.directory / "whole-signal")}
+    whole = job.gang(2, "--epochs", "3", "--weights", "whole.pt", **apart)
+    assert whole.wait() == [0, 0], whole.text
+
+    log = job.directory / "steps"
+    arguments = ("--epochs", "3", "--steps", str(log), "--weights", "stopped.pt")
+    gang = job.gang(2, *arguments, pods=2)
+    until(lambda: lines(log / "rank-1.jsonl") >= 32, "step 32", context=lambda: gang.text)
+    gang.kill(ranks=[1])
+    assert gang.wait() == [143, 143], gang.text
+    assert 32 <= lines(log / "rank-0.jsonl") == lines(log / "rank-1.jsonl") < 50, "it was stopped in epoch 1"
+    last = job.gang(2, *arguments, pods=2)
+    assert last.wait() == [0, 0], last.text
+
+    one, other = (torch.load(job.directory / name, weights_only=True) for name in ("whole.pt", "stopped.pt"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    steps = [json.loads(line) for rank in range(2) for line in (log / f"rank-{rank}.jsonl").read_text().splitlines()]
+    for epoch in range(3):
+        assert sorted(i for s in steps if s["epoch"] == epoch for i in s["ids"]) == list(range(1500))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_the_elastic_example_trains_every_sample_once_on_two_three_and_one_ranks(tmp_path: Path) -> None:
+    """By real torchruns, the first two of them stopped by SIGTERM."""
+    elastic = subprocess.run(
+        [sys.executable, ELASTIC], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert elastic.returncode == 0, elastic.stdout + elastic.stderr
+    assert re.search(r"^ranks 2: stopped at step \d+, epoch 0$", elastic.stdout, re.MULTILINE), elastic.stdout
+    assert re.search(r"^ranks 3: stopped at step \d+, epoch 1$", elastic.stdout, re.MULTILINE), elastic.stdout
+    assert re.search(r"^ranks 1: ended at step \d+, epoch 2$", elastic.stdout, re.MULTILINE), elastic.stdout
+    for epoch in range(3):
+        assert f"\nepoch {epoch}: 1500 samples trained 1x\n" in elastic.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_demo_keeps_the_promise(tmp_path: Path) -> None:
+    """`make demo`: stopped by the real hook and by SIGTERM, nothing lost, nothing repeated, every bit equal."""
+    demo = subprocess.run(
+        [sys.executable, ROOT / "examples" / "demo.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert re.search(r"^1, 1, 1 +0 +yes +yes$", demo.stdout, re.MULTILINE), demo.stdout
+    assert re.search(r"^2, 2 +0 +yes +yes$", demo.stdout, re.MULTILINE), demo.stdout
+    assert re.search(r"^2, 3, 1 +0 +- +-$", demo.stdout, re.MULTILINE), demo.stdout
+    assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 10_000

@@ -1,0 +1,717 @@
+"""A part is a .safetensors file whose every byte is proven while it is read."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migrator.storage import file_io as blocks
+from migrator.ckpt import tensor_file as parts
+from migrator.storage.file_io import Digest, block_count, block_digest, digest_of_blocks, memory, read_all, write_all
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError
+from migrator.ckpt.tensor_file import Layout, PartRecord, digest_of, read_part, write_part
+from migrator.storage.posix import LocalStorage
+from migrator.ckpt.codec import DTYPES
+
+CKPT = "000001-000000000001"
+PART = f"{CKPT}/part-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path, "job")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """All sizes a few thousand times smaller, so that small tensors take many blocks, groups and slices."""
+    for module in (blocks, parts):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    monkeypatch.setattr(parts, "GROUP", 700)
+    monkeypatch.setattr(parts, "SLICE", 2800)
+    return 1000
+
+
+def path_of(storage: LocalStorage) -> Path:
+    return storage.directory / PART
+
+
+def one_of_each() -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls complex32 experimental
+        every = {
+            f"kind/{name}": torch.randint(0, 2, (2 * 3 * dtype.itemsize,), dtype=torch.uint8).view(dtype).reshape(2, 3)
+            for name, dtype in DTYPES.items()
+        }
+    return {
+        **every,
+        "model/fc.weight": torch.randn(64, 33),
+        "transposed": torch.randn(7, 5).t(),
+        "every other": torch.arange(40)[::2],
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(1.5),
+        "64 dimensions": torch.randn([1] * 63 + [2]),
+        "größe": torch.ones(1),
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+    }
+
+
+def assert_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    assert digest_of(one) == digest_of(other)
+
+
+# --- raw bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_memory_is_the_tensor_itself(dtype: torch.dtype) -> None:
+    """Nothing is copied, whatever the dtype; what is written there is in the tensor."""
+    tensor = torch.zeros(6 * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(2, 3)
+    view = memory(tensor)
+    view[:] = bytes(range(len(view)))
+    assert bytes(tensor.reshape(-1).view(torch.uint8).tolist()) == bytes(range(6 * dtype.itemsize))
+
+
+def test_memory_of_nothing_and_of_one_number() -> None:
+    """Tensors without elements and without dimensions have bytes too."""
+    assert memory(torch.empty(0, 4)).nbytes == 0
+    assert memory(torch.tensor(1, dtype=torch.int16, requires_grad=False)).tobytes() == b"\x01\x00"
+    assert memory(torch.nn.Parameter(torch.ones(3))).nbytes == 12
+
+
+def stingy(call: Callable[..., int], most: int) -> Callable[..., int]:
+    """A kernel that moves at most so many bytes a call."""
+
+    def moved(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        first = next(buffer for buffer in buffers if len(buffer))
+        return call(fd, [first[:most]], offset, *flags)
+
+    return moved
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.binary(max_size=20), max_size=12), st.integers(0, 9), st.integers(1, 30))
+def test_calls_that_move_only_a_part_are_gone_on_with(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], offset: int, most: int
+) -> None:
+    """What one call leaves undone the next one does, in the right place."""
+    path = tmp_path_factory.mktemp("raw") / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", stingy(os.pwritev, most))
+        patch.setattr(os, "preadv", stingy(os.preadv, most))
+        end = write_all(fd, [memoryview(piece) for piece in pieces], offset)
+        back = [memoryview(bytearray(len(piece))) for piece in pieces]
+        assert read_all(fd, back, offset) == end == offset + sum(map(len, pieces))
+    os.close(fd)
+    assert [bytes(piece) for piece in back] == pieces
+    assert path.read_bytes()[offset:] == b"".join(pieces)
+
+
+def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
+    """The kernel takes 1024 at once; a model with more tensors is no special case."""
+    pieces = [i.to_bytes(2, "big") for i in range(5000)]
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    write_all(fd, [memoryview(piece) for piece in pieces], 0)
+    back = [memoryview(bytearray(2)) for _ in pieces]
+    read_all(fd, back, 0)
+    os.close(fd)
+    assert [bytes(piece) for piece in back] == pieces
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_kernel_that_cannot_pass_the_cache_by_writes_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Old kernels and other file systems refuse the flag; then the write goes without."""
+    real = os.pwritev
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    write_all(fd, [memoryview(b"abc")], 0)
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == b"abc"
+
+
+def test_a_failure_is_told_at_once_and_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a refused flag is answered with another call: after an I/O error a second one may look well, and is not."""
+    calls = []
+
+    def fail(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        calls.append(flags)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        write_all(-1, [memoryview(b"abc")], 0)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 9, 10, 11, 20, 35])
+def test_a_buffer_larger_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """A call moves so much at most, and that much it does move."""
+    monkeypatch.setattr(blocks, "_CALL_MAX", 10)
+    real, moved = os.pwritev, []
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        moved.append(sum(map(len, buffers)))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    data = bytes(range(size))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    assert write_all(fd, [memoryview(data), memoryview(data)], 0) == 2 * size
+    os.close(fd)
+    assert (tmp_path / "file").read_bytes() == 2 * data
+    assert max(moved) <= 10
+
+
+def test_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
+    """Not an endless loop, and not zeros."""
+    (tmp_path / "file").write_bytes(b"abc")
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    with pytest.raises(CkptCorrupt, match="byte 3"):
+        read_all(fd, [memoryview(bytearray(4))], 0)
+    os.close(fd)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.binary(max_size=1500), max_size=8))
+def test_the_digest_does_not_depend_on_how_the_bytes_come_by(pieces: list[bytes]) -> None:
+    """Fed in any pieces it is that of the blocks, each for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "BLOCK", 1000)
+        digest = Digest()
+        for piece in pieces:
+            digest.update(memoryview(piece))
+        whole, found = digest.finish()
+        data = b"".join(pieces)
+        expected = [block_digest([memoryview(data[i : i + 1000])]) for i in range(0, len(data), 1000)]
+        assert list(found) == expected
+        assert len(found) == block_count(len(data))
+        assert whole == digest_of_blocks(expected)
+
+
+# --- writing and reading
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(storage: LocalStorage, small_blocks: int) -> None:
+    """Over many blocks, groups and slices, into fresh memory."""
+    tensors = one_of_each()
+    record = write_part(storage, PART, tensors)
+    assert len(record.blocks) > 10
+    back = read_part(storage, CKPT, record)
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert_bits(back[name], tensor)
+        assert record.tensor_digests[name] == digest_of(tensor)
+
+
+def test_a_part_opens_with_the_safetensors_library(storage: LocalStorage) -> None:
+    """A ckpt outlives this package: any reader of .safetensors gets at the weights."""
+    tensors = one_of_each()
+    write_part(storage, PART, tensors)
+    opened = safetensors.torch.load_file(path_of(storage))
+    assert opened.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        if opened[name].dtype == tensor.dtype:
+            assert_bits(opened[name], tensor)
+        else:
+            # What the format has no name for is there as bytes.
+            assert opened[name].shape == (*tensor.shape, tensor.dtype.itemsize)
+            assert digest_of(opened[name]) == digest_of(tensor)
+
+
+def test_every_tensor_is_aligned(storage: LocalStorage) -> None:
+    """Data begins at a page, and each tensor at a multiple of its element's size."""
+    layout = Layout.of(one_of_each())
+    assert len(layout.header) % 4096 == 0
+    assert all(place.start % place.dtype.itemsize == 0 for place in layout.places)
+
+
+def test_a_part_without_tensors_is_a_part(storage: LocalStorage) -> None:
+    """A job may have nothing but small state."""
+    record = write_part(storage, PART, {})
+    assert read_part(storage, CKPT, record) == {}
+    assert safetensors.torch.load_file(path_of(storage)) == {}
+
+
+def test_tensors_are_read_straight_into_homes_that_fit(storage: LocalStorage, small_blocks: int) -> None:
+    """No memory is taken for what has its place; what does not fit gets fresh memory and the home stays."""
+    tensors = {name: torch.randn(40, 30) for name in "abcd"} | {"e": torch.randn(3)}
+    record = write_part(storage, PART, tensors)
+    homes = {
+        "a": torch.nn.Parameter(torch.zeros(40, 30)),
+        "b": torch.zeros(30, 40).t(),
+        "c": torch.zeros(40, 30, dtype=torch.float64),
+        "d": torch.zeros(1200),
+        "stranger": torch.zeros(1),
+    }
+    back = read_part(storage, CKPT, record, homes)
+    assert back["a"] is homes["a"]
+    assert all(back[name] is not homes.get(name) for name in "bcde")
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor)
+    assert not any(homes[name].any() for name in ("b", "c", "d"))
+
+
+def test_a_tensor_without_a_home_may_be_larger_than_the_memory(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that nothing registered takes, of a size that is true: it does not fit, and no other ckpt would."""
+    record = write_part(storage, PART, {"a": torch.zeros(10)})
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CkptMismatch, match="a takes 40 bytes, more than there are: not enough memory"):
+        read_part(storage, CKPT, record)
+
+
+def test_progress_reaches_the_end(storage: LocalStorage, small_blocks: int) -> None:
+    """Whoever waits is told how far it is, in both directions."""
+    written, read = [], []
+    tensors = {"a": torch.randn(900), "b": torch.randn(30)}
+    record = write_part(storage, PART, tensors, after_block=lambda done, total: written.append((done, total)))
+    read_part(storage, CKPT, record, progress=lambda done, total: read.append((done, total)))
+    for steps in (written, read):
+        assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+        assert steps[-1] == (record.bytes, record.bytes)
+        assert len(steps) > 1
+
+
+def test_calls_are_large_and_slices_bounded() -> None:
+    """Each call gets at least 64 MB where there is that much, and never more than a slice beyond it."""
+    meta = {f"small{i}": torch.empty(1 << 20, device="meta") for i in range(40)}
+    meta["huge"] = torch.empty(300 << 20, device="meta")
+    meta["last"] = torch.empty(5, device="meta")
+    groups = parts._groups(Layout.of(meta).places)
+    sizes = [sum(end - start for _, start, end in group) for group in groups]
+    assert all(size >= 64 << 20 for size in sizes[:-1])
+    assert all(size <= (64 + 256) << 20 for size in sizes)
+    assert sum(sizes) == (40 << 22) + (300 << 22) + 20
+
+
+def test_what_is_not_written_yet_may_be_exchanged_for_a_copy(storage: LocalStorage, small_blocks: int) -> None:
+    """A copy put aside takes over in the middle of a large tensor, and the live one may change from then on."""
+    live = {"a": torch.zeros(400), "large": torch.zeros(3000), "z": torch.zeros(400)}
+    source = dict(live)
+    told: list[list[str]] = []
+
+    def before_block(names: list[str]) -> None:
+        told.append(names)
+        if len(told) == 3:
+            for name, tensor in live.items():
+                source[name] = tensor.clone()
+                tensor.fill_(1)  # the training loop goes on
+
+    record = write_part(
+        storage, PART, {name: lambda name=name: source[name] for name in live}, before_block=before_block
+    )
+    assert [names for names in told if "large" in names][1:-1], "it took several calls"
+    back = read_part(storage, CKPT, record)
+    assert all(not tensor.any() for tensor in back.values())
+    assert all(record.tensor_digests[name] == digest_of(torch.zeros_like(live[name])) for name in live)
+
+
+def test_a_change_between_digest_and_end_shows(storage: LocalStorage, small_blocks: int) -> None:
+    """A tensor that changed while or after it was written does not have the digest any more."""
+    tensor, still = torch.zeros(3000), torch.ones(5)
+
+    def change(done: int, total: int) -> None:
+        tensor.add_(1)
+
+    record = write_part(storage, PART, {"a": tensor, "b": still}, after_block=change)
+    assert record.tensor_digests["a"] != digest_of(tensor)
+    assert record.tensor_digests["b"] == digest_of(still)
+
+
+def test_a_copied_tensor_is_copied_once(storage: LocalStorage, small_blocks: int) -> None:
+    """A transposed tensor of many slices: later slices come from the first copy, so they belong together."""
+    tensor = torch.zeros(60, 50).t()
+
+    def change(done: int, total: int) -> None:
+        tensor.fill_(1)
+
+    record = write_part(storage, PART, {"a": tensor}, after_block=change)
+    assert not read_part(storage, CKPT, record)["a"].any()
+
+
+def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: LocalStorage) -> None:
+    """The header is written by then; bytes of another shape must not go under it."""
+    shapes = [torch.zeros(3), torch.zeros(4)]
+    with pytest.raises(SaveFailed, match=r"a was .*3.* is .*4"):
+        write_part(storage, PART, {"a": lambda: shapes.pop(0)})
+    assert storage.list(CKPT) == []
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_the_format_cannot_hold_are_refused(storage: LocalStorage, name: str) -> None:
+    """Rather than written into a file that nobody can read."""
+    with pytest.raises(RegistrationError):
+        write_part(storage, PART, {name: torch.zeros(1)})
+
+
+def test_elements_that_the_format_cannot_hold_are_refused(storage: LocalStorage) -> None:
+    """By name, before anything is written."""
+    with pytest.raises(RegistrationError, match=r"a has elements of torch\.bits8, which a part cannot hold"):
+        write_part(storage, PART, {"a": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)})
+    assert storage.list(CKPT) == []
+
+
+def test_more_names_than_a_header_holds_are_refused(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reader of the format would open the file."""
+    monkeypatch.setattr(parts, "_HEADER_MAX", 8191)
+    with pytest.raises(RegistrationError, match="the names of the tensors take 8192 bytes; at most 8191"):
+        write_part(storage, PART, {"a" * 5000: torch.zeros(1)})
+    assert storage.list(CKPT) == []
+
+    monkeypatch.setattr(parts, "_HEADER_MAX", 8192)
+    assert write_part(storage, PART, {"a" * 5000: torch.zeros(1)}).bytes == 8196
+
+
+def test_a_failed_write_leaves_no_part(storage: LocalStorage, small_blocks: int) -> None:
+    """Not under its name, and nothing aside."""
+
+    def fail(done: int, total: int) -> None:
+        if done > 2000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_part(storage, PART, {"a": torch.zeros(3000)}, after_block=fail)
+    assert list((storage.directory / CKPT).iterdir()) == []
+
+
+def test_a_part_may_be_written_again_before_the_commit_and_never_after(storage: LocalStorage) -> None:
+    """An attempt that was thrown away is repeated; a committed ckpt is not touched."""
+    write_part(storage, PART, {"a": torch.zeros(3)})
+    record = write_part(storage, PART, {"a": torch.ones(5)})
+    storage.put(f"{CKPT}/manifest.json", b"{}", exclusive=True)
+    with pytest.raises(SaveFailed, match="committed"):
+        write_part(storage, PART, {"a": torch.zeros(3)})
+    assert read_part(storage, CKPT, record)["a"].sum() == 5
+
+
+# --- what is not what was committed
+
+
+def test_every_flipped_byte_is_found(storage: LocalStorage) -> None:
+    """Whatever bit of a part turns over, in the header, the padding or the data: it does not load."""
+    record = write_part(storage, PART, {"a": torch.randn(5), "b": torch.arange(3)})
+    data = bytearray(path_of(storage).read_bytes())
+    fd = os.open(path_of(storage), os.O_WRONLY)
+    for at in range(len(data)):
+        os.pwrite(fd, bytes([data[at] ^ (1 << at % 8)]), at)
+        with pytest.raises(CkptCorrupt):
+            read_part(storage, CKPT, record)
+        os.pwrite(fd, data[at : at + 1], at)
+    os.close(fd)
+    assert torch.equal(read_part(storage, CKPT, record)["b"], torch.arange(3))
+
+
+def test_a_bad_block_is_named_with_file_and_tensors(storage: LocalStorage, small_blocks: int) -> None:
+    """Whoever reads the log knows what was lost."""
+    record = write_part(storage, PART, {"first": torch.zeros(1000), "second": torch.zeros(1000)})
+    fd = os.open(path_of(storage), os.O_WRONLY)
+    os.pwrite(fd, b"x", record.bytes - 1)
+    os.close(fd)
+    with pytest.raises(CkptCorrupt, match=f"{PART}: block {len(record.blocks)} of {len(record.blocks)} .*holds second"):
+        read_part(storage, CKPT, record)
+
+
+@pytest.mark.parametrize(("index", "inside"), [(5, "a"), (6, "b"), (7, "c")])
+def test_only_what_lies_in_a_bad_block_is_named(
+    storage: LocalStorage, small_blocks: int, index: int, inside: str
+) -> None:
+    """Tensors that end where the block begins, or begin where it ends, are whole."""
+    tensors = {"a": torch.zeros(476), "b": torch.zeros(250), "c": torch.zeros(200)}
+    record = write_part(storage, PART, tensors)
+    assert [place.end for place in Layout.of(tensors).places] == [6000, 7000, 7800]
+    with path_of(storage).open("r+b") as file:
+        file.seek(1000 * index + 500)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=rf"block {index + 1} of 8 .*\(it holds {inside}\)"):
+        read_part(storage, CKPT, record)
+
+
+def test_a_bad_block_behind_the_header_holds_none_of_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the blocks are as long as the header, the second one begins with the first tensor."""
+    for module in (blocks, parts):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    record = write_part(storage, PART, {"a": torch.zeros(10)})
+    with path_of(storage).open("r+b") as file:
+        file.seek(4097)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=r"\(it holds a\)"):
+        read_part(storage, CKPT, record)
+
+
+@pytest.mark.parametrize(("count", "inside"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
+def test_of_many_tensors_in_a_bad_block_some_are_named(
+    storage: LocalStorage, small_blocks: int, count: int, inside: str
+) -> None:
+    """A line of a log, not a page."""
+    tensors = {"a": torch.zeros(476), **{str(i): torch.zeros(10) for i in range(count)}}
+    record = write_part(storage, PART, tensors)
+    with path_of(storage).open("r+b") as file:
+        file.seek(6001)
+        file.write(b"x")
+    with pytest.raises(CkptCorrupt, match=rf"\(it holds {inside}\)"):
+        read_part(storage, CKPT, record)
+
+
+def test_behind_a_bad_block_nothing_more_is_read(
+    storage: LocalStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a ckpt that is of no use not hundreds of gigabytes first: there is another one to load, and time is short."""
+    record = write_part(storage, PART, {"a": torch.zeros(100_000)})
+    with path_of(storage).open("r+b") as file:
+        file.seek(20_500)
+        file.write(b"x")
+    is_given_up, read = threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+            super().shutdown(False, cancel_futures=cancel_futures)
+            is_given_up.set()
+            super().shutdown(wait)
+
+    def read_block(fd: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(offset)
+        if offset > 25_000:
+            is_given_up.wait(60)
+        return read_all(fd, buffers, offset)
+
+    monkeypatch.setattr(parts, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(parts, "read_all", read_block)
+    with pytest.raises(CkptCorrupt, match="block 21 of 405"):
+        read_part(storage, CKPT, record)
+    assert len(read) < 40
+
+
+def test_a_record_is_what_the_manifest_says_of_it(storage: LocalStorage) -> None:
+    """What only its writer knows makes no other one of it, and nobody has to read it in a log."""
+    record = write_part(storage, PART, {"a": torch.zeros(3)})
+    assert record.tensor_digests
+    assert record == replace(record, tensor_digests={})
+    assert "tensor_digests" not in repr(record)
+
+
+@pytest.mark.parametrize("change", [-1, +1, -4000, None])
+def test_a_part_of_another_size_is_corrupt(storage: LocalStorage, change: int | None) -> None:
+    """Cut, longer, or gone."""
+    record = write_part(storage, PART, {"a": torch.randn(5)})
+    if change is None:
+        path_of(storage).unlink()
+    else:
+        os.truncate(path_of(storage), record.bytes + change)
+    with pytest.raises(CkptCorrupt, match=f"{PART} is missing" if change is None else f"{PART}: it has"):
+        read_part(storage, CKPT, record)
+
+
+def test_a_file_cut_behind_our_back_is_corrupt(storage: LocalStorage, small_blocks: int) -> None:
+    """Also when its size was right a moment ago."""
+    record = write_part(storage, PART, {"a": torch.randn(3000)})
+
+    def cut(done: int, total: int) -> None:
+        os.truncate(path_of(storage), 5000)
+
+    with pytest.raises(CkptCorrupt):
+        read_part(storage, CKPT, record, progress=cut)
+
+
+def test_digests_that_do_not_add_up_are_corrupt(storage: LocalStorage) -> None:
+    """The manifest says the same thing twice; both must be true."""
+    record = write_part(storage, PART, {"a": torch.randn(5)})
+    with pytest.raises(CkptCorrupt, match="add up"):
+        read_part(storage, CKPT, replace(record, digest="0" * 32))
+    with pytest.raises(CkptCorrupt, match="add up"):
+        read_part(storage, CKPT, replace(record, blocks=record.blocks * 2))
+    twice = record.blocks * 2
+    with pytest.raises(CkptCorrupt, match="add up"):
+        read_part(storage, CKPT, replace(record, blocks=twice, digest=digest_of_blocks(twice)))
+
+
+def test_a_bad_header_is_found_before_anything_is_read_on_its_word(storage: LocalStorage) -> None:
+    """Nothing is allocated and no home is touched when the header is not the committed one."""
+    record = write_part(storage, PART, {"a": torch.ones(5), "b": torch.ones(5)})
+    data = path_of(storage).read_bytes()
+    path_of(storage).write_bytes(data.replace(b'"a"', b'"c"', 1))
+    homes = {"a": torch.zeros(5), "b": torch.zeros(5)}
+    with pytest.raises(CkptCorrupt, match="holds the header"):
+        read_part(storage, CKPT, record, homes)
+    assert not homes["b"].any()
+
+
+def test_gaps_and_overlaps_are_found_in_the_header_itself() -> None:
+    """Every byte belongs to one tensor."""
+    for start, size in ((8, 16), (0, 8), (4, 12)):
+        entries = {"__metadata__": META, "a": entry(), "b": entry(data_offsets=[start, start + 8])}
+        text = json.dumps(entries).encode()
+        header = len(text).to_bytes(8, "little") + text
+        if start == 8:
+            assert len(Layout.parse(header, len(header) + size).places) == 2
+            continue
+        with pytest.raises(CkptCorrupt, match="puts b at byte"):
+            Layout.parse(header, len(header) + size)
+
+
+def test_the_name_of_a_part_is_durable_when_it_was_written(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader commits on the word that the parts are safe, perhaps from another node."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        place = Path(f"/proc/self/fd/{fd}").readlink()
+        synced.append(f"{place.name} with {[p.name for p in place.iterdir()] if place.is_dir() else 'bytes'}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_part(storage, PART, {"a": torch.ones(5)})
+    assert synced[-1] == f"{CKPT} with {[Path(PART).name]}"
+
+
+def forged(storage: LocalStorage, header: bytes, data: bytes, size: int | None = None) -> PartRecord:
+    """A part with any header and data, and the digests to go with it."""
+    content = (len(header) if size is None else size).to_bytes(8, "little") + header + data
+    path_of(storage).parent.mkdir(parents=True, exist_ok=True)
+    path_of(storage).write_bytes(content)
+    block = block_digest([memoryview(content)])
+    found = (block,) if content else ()
+    return PartRecord(Path(PART).name, len(content), digest_of_blocks(found), found)
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
+
+
+META = {"format": "pt", "migrator": "1"}
+
+FORGERIES: list[Any] = [
+    {"__metadata__": META, "a": entry(shape=[2**40])},
+    {"__metadata__": META, "a": entry(shape=[-2])},
+    {"__metadata__": META, "a": entry(shape=["a", 2**40])},
+    {"__metadata__": META, "a": entry(shape=[True, 2])},
+    {"__metadata__": META, "a": entry(shape="2")},
+    {"__metadata__": META, "a": entry(shape=[0, 2**62, 2**62], data_offsets=[0, 0]), "b": entry()},
+    {"__metadata__": META, "a": entry(shape=[0, 2**61], data_offsets=[0, 0]), "b": entry()},
+    {"__metadata__": META, "a": entry(shape=[1] * 64 + [2])},
+    {"__metadata__": META, "a": entry(data_offsets=[0, 2**60], shape=[2**58])},
+    {"__metadata__": META, "a": entry(data_offsets=[8, 0])},
+    {"__metadata__": META, "a": entry(data_offsets=[4, 12])},
+    {"__metadata__": META, "a": entry(data_offsets=[0])},
+    {"__metadata__": META, "a": entry(), "b": entry()},
+    {"__metadata__": META, "a": entry(dtype="F31")},
+    {"__metadata__": META, "a": entry(dtype=["F32"])},
+    {"__metadata__": META, "a": []},
+    {"__metadata__": META},
+    {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry()},
+    {"__metadata__": META | {"dtypes": '{"a": "complex128"}'}, "a": entry(dtype="U8", shape=[8])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(shape=[1])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(shape=[1, 8])},
+    {"__metadata__": META | {"dtypes": '{"a": "complex64"}'}, "a": entry(dtype="U8", shape=[])},
+    {"__metadata__": META | {"dtypes": "["}, "a": entry()},
+    {"__metadata__": META | {"dtypes": "[]"}, "a": entry()},
+    {"__metadata__": 1, "a": entry()},
+    {"a": entry()},
+    [],
+    None,
+]
+
+
+@pytest.mark.parametrize("header", FORGERIES, ids=lambda header: json.dumps(header)[-50:])
+def test_headers_that_lie_are_corrupt(storage: LocalStorage, header: Any) -> None:
+    """Even with digests to match: nothing is allocated or read on the word of a header that does not add up."""
+    record = forged(storage, json.dumps(header).encode(), bytes(8))
+    with pytest.raises(CkptCorrupt, match=PART):
+        read_part(storage, CKPT, record)
+
+
+def test_an_honest_header_of_other_hands_is_read(storage: LocalStorage) -> None:
+    """The forgeries above fail for their lies, not for their form."""
+    record = forged(storage, json.dumps({"__metadata__": META, "a": entry()}).encode(), bytes(8))
+    assert torch.equal(read_part(storage, CKPT, record)["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("size", [0, 1, 10**6, 2**63, 2**64 - 1])
+def test_a_header_length_that_lies_is_corrupt(storage: LocalStorage, size: int) -> None:
+    """The first eight bytes are believed no more than the rest."""
+    record = forged(storage, json.dumps({"__metadata__": META, "a": entry()}).encode(), bytes(8), size)
+    with pytest.raises(CkptCorrupt, match=f"{PART}: its header {'is not one' if size == 1 else 'claims'}"):
+        read_part(storage, CKPT, record)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "b", "__metadata__"]),
+        st.dictionaries(
+            st.sampled_from(["dtype", "shape", "data_offsets", "dtypes"]),
+            st.sampled_from(["F32", "U8", "", "{}"])
+            | st.lists(st.integers(-1, 9) | st.booleans() | st.text(max_size=2) | st.integers(), max_size=3)
+            | st.none(),
+        )
+        | st.none(),
+    )
+    | st.binary(max_size=20)
+)
+def test_hostile_headers_are_corrupt_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, header: Any) -> None:
+    """Any JSON, and any bytes, either are a true header or CkptCorrupt."""
+    storage = LocalStorage(tmp_path_factory.mktemp("hostile"), "job")
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    record = forged(storage, text, bytes(8))
+    try:
+        read_part(storage, CKPT, record)
+    except CkptCorrupt:
+        pass
+
+
+def test_an_empty_or_tiny_file_is_corrupt(storage: LocalStorage) -> None:
+    """Shorter than the length of its header."""
+    path_of(storage).parent.mkdir(parents=True)
+    for content in (b"", b"{}"):
+        path_of(storage).write_bytes(content)
+        found = (block_digest([memoryview(content)]),) if content else ()
+        record = PartRecord(Path(PART).name, len(content), digest_of_blocks(found), found)
+        with pytest.raises(CkptCorrupt):
+            read_part(storage, CKPT, record)
+
+
+def test_a_disk_that_fails_while_reading_is_not_called_corrupt(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ckpt may be whole; whoever would take the one before it must know the difference."""
+    record = write_part(storage, PART, {"a": torch.randn(5)})
+
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(StorageError) as failure:
+        read_part(storage, CKPT, record)
+    assert failure.value.transient

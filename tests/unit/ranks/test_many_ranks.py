@@ -1,0 +1,274 @@
+"""More ranks than fit here, as threads: who says what, who reads it, and who does what one has to do for all."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from migrator.ranks import peers as ranks_module
+from migrator.save.group import last_save as together
+from migrator.ranks.protocol import Line
+from migrator.ranks.timing import Pace
+from migrator.ranks.peers import Ranks
+from migrator.save.attempt import GivenUp
+from migrator.save.group.last_save import Together, order
+from tests.support import rank_threads as crowd
+from tests.support.rank_threads import OneRank
+from tests.support.harness import until
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks are many."""
+    monkeypatch.setattr(ranks_module, "FEW", 2)
+    monkeypatch.setattr(together, "FEW", 2)
+    monkeypatch.setattr(together, "_TICK_S", 0.1)
+
+
+Make = Callable[[int], list[Ranks]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Ranks that do nothing by themselves."""
+    server, made = crowd.served(), []
+
+    def some(size: int) -> list[Ranks]:
+        for rank in range(size):
+            waiting = crowd.connected(server.port)
+            made.append(Ranks(rank, size, "n", crowd.connected(server.port), waiting=waiting))
+            made[-1].start()
+        return made
+
+    yield some
+    for one in reversed(made):
+        one.close()
+
+
+Start = Callable[[int], list[OneRank]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Ranks that leave when one of them has news."""
+    server, made = crowd.served(), []
+
+    def some(size: int) -> list[OneRank]:
+        made.extend(OneRank(rank, size, server.port, tmp_path) for rank in range(size))
+        return made
+
+    yield some
+    for one in reversed(made):
+        one.close()
+
+
+def test_a_crowd_leaves_together(start: Start, tmp_path: Path, many: None) -> None:
+    """The news of the last one reach all, one decides, one commits."""
+    crew = start(40)
+    crew[-1].ranks.tell_news(time.monotonic() + 30)
+    until(lambda: all(one.done_s for one in crew), "all have left")
+
+    assert [one.failure for one in crew] == [""] * 40
+    assert (tmp_path / "manifest").read_text() == "0"
+    readers = [one.ranks.rank for one in crew if len(one.ranks.board.reaches(0)) > 1]
+    assert readers == [0], "only who decides reads what the others report"
+    decisions = [one.ranks.board.decision(0) for one in crew]
+    assert all(decision is not None and decision.members == tuple(range(40)) for decision in decisions)
+
+
+def test_where_the_first_is_gone_the_next_stands_in(start: Start, tmp_path: Path, many: None) -> None:
+    """Nobody hears a word from rank 0."""
+    crew = start(6)
+    crew[0].close()
+    for one in crew[1:]:
+        one.tell(10.0)
+    crew[3].ranks.tell_news(time.monotonic() + 10)
+    until(lambda: all(one.done_s for one in crew[1:]), "the others have left")
+
+    assert [one.failure for one in crew[1:]] == [""] * 5
+    assert (tmp_path / "manifest").read_text() == "1"
+
+
+def test_one_says_it_for_all(make: Make) -> None:
+    """A node pool is drained: every rank has the news in the same second, and one line is enough."""
+    crew = make(8)
+    deadline_s = time.monotonic() + 30
+    for one in crew:
+        one.tell_news(deadline_s)
+    until(lambda: all(one.lines("news") for one in crew), "all have the news")
+    for one in crew:
+        one.call(lambda store: True)
+
+    assert max(len(one.lines("news")) for one in crew) <= 2  # 29.99 and 30.00 s are not the same second
+
+
+def test_an_earlier_deadline_is_news_again(make: Make) -> None:
+    crew = make(3)
+    crew[0].tell_news(time.monotonic() + 120)
+    until(lambda: crew[2].lines("news"), "the first news")
+    crew[1].tell_news(time.monotonic() + 6)
+    until(lambda: len(crew[2].lines("news")) == 2, "the second news")
+
+    assert json.loads(crew[2].lines("news")[1].info)["grace_left_s"] < 7
+
+
+def test_what_was_claimed_and_never_said_is_said(make: Make) -> None:
+    """The rank that was to say it for all died before."""
+    crew = make(2)
+    crew[0].call(lambda store: store.add(crew[0].key("said/order/5.0"), 1))
+    crew[1].post(order((5, 0), 1))
+
+    until(lambda: crew[0].lines("order"), "the order")
+    assert crew[0].lines("order")[0].rank == 1
+
+
+def test_a_line_without_its_ring_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wrote it died before it rang; and the next ring is heard all the same."""
+    crew = make(2)
+    crew[0].call(lambda store: crew[0]._log_of("").post(Line("order", 0, point=(3, 0)).to_text()))
+    crew[0].call(lambda store: store.add(crew[0].key("bell/count"), 1))
+
+    until(lambda: crew[1].lines("order"), "the look without a ring")
+    monkeypatch.setattr(ranks_module, "_UNHEARD_S", 0.0)
+    until(lambda: crew[1]._bell is not None and crew[1]._bell.number > 1, "the bell goes on")
+    monkeypatch.setattr(type(crew[1].pace), "idle_look_s", property(lambda pace: 60.0))
+    crew[0].post(order((4, 0), 0))
+    until(lambda: len(crew[1].lines("order")) == 2, "the ring")
+
+
+def test_a_store_that_does_not_answer_says_nothing_of_the_ranks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is silent while the store is has not been silent."""
+    crew = make(3)
+    for one in crew:
+        one.hurry()
+    assert crew[0].is_alive_there(1)
+    monkeypatch.setattr(type(crew[0].pace), "stale_s", property(lambda pace: 0.8))
+    until(lambda: crew[0]._watched(1).advanced == 0 and crew[0]._beating == {1}, "a beat of rank 1")
+    crew[0].call(lambda store: time.sleep(1.5))
+
+    assert crew[0].is_alive_there(1)
+    crew[1].close()
+    until(lambda: not crew[0].is_alive_there(1), "rank 1 shows no sign of life")
+
+
+def test_whoever_goes_on_shows_it(make: Make) -> None:
+    crew = make(2)
+    for one in crew:
+        one.hurry()
+    before = crew[0].advanced_there(1)
+    crew[1].advanced += 3
+
+    until(lambda: crew[0].advanced_there(1) == before + 3, "it is seen")
+
+
+def test_a_store_that_hangs_at_a_commit_holds_up_no_leaving(make: Make) -> None:
+    """Rank 0 asks how a periodic save ends, gets no answer, and then has to leave."""
+    (rank,) = make(1)
+    leaving = SimpleNamespace(news=None)
+    shop: Any = SimpleNamespace(gate=crowd.Gate(), exchange=None, writes=True)
+    side: Any = Together(shop, rank, leaving, None)  # type: ignore[arg-type]
+    rank.later(lambda store: time.sleep(3.0))
+    threading.Timer(0.2, lambda: setattr(leaving, "news", object())).start()
+    start_s = time.monotonic()
+    with pytest.raises(GivenUp):
+        side._how_it_ends((9, 0), "commit")
+
+    assert time.monotonic() - start_s < 2.0
+
+
+def test_how_a_save_ends_is_said_once(make: Make) -> None:
+    """Rank 1 gives it up in the moment in which rank 0 commits it: one of the two is told that it is too late."""
+    shop: Any = SimpleNamespace(gate=crowd.Gate(), exchange=None, writes=True)
+    sides: list[Any] = [Together(shop, one, SimpleNamespace(news=None), None) for one in make(2)]  # type: ignore[arg-type]
+
+    assert [sides[0]._how_it_ends((9, 0), "commit"), sides[1]._how_it_ends((9, 0), "missed")] == ["commit", "commit"]
+    assert [sides[1]._how_it_ends((10, 0), "missed"), sides[0]._how_it_ends((10, 0), "commit")] == ["missed", "missed"]
+
+
+class Breaks:
+    """A connection that breaks behind the next call of one kind."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.behind = ""
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            found = method(*args)
+            if name == self.behind:
+                self.behind = ""
+                self._store = None
+            return found
+
+        if self._store is None:
+            raise RuntimeError("Connection reset by peer")
+        return call
+
+
+@pytest.fixture
+def broken() -> Iterator[tuple[Ranks, Ranks, Breaks]]:
+    """Two ranks; the second one's connection can break, and is made again."""
+    server = crowd.served()
+    first = Ranks(0, 2, "n", crowd.connected(server.port), waiting=crowd.connected(server.port))
+    wire = Breaks(crowd.connected(server.port))
+
+    def connect(timeout_s: float) -> tuple[Any, Any]:
+        return crowd.connected(server.port), crowd.connected(server.port)
+
+    second = Ranks(1, 2, "n", wire, waiting=crowd.connected(server.port), connect=connect)
+    for one in (first, second):
+        one.start()
+    yield first, second, wire
+    for one in (second, first):
+        one.close()
+
+
+def test_a_line_that_was_fetched_as_the_connection_broke_is_not_lost(broken: tuple[Ranks, Ranks, Breaks]) -> None:
+    """The notice above all: nothing is fetched twice."""
+    first, second, wire = broken
+    heard: list[Line] = []
+    second.on_lines = heard.extend
+    wire.behind = "multi_get"
+    first.tell_news(time.monotonic() + 30)
+
+    until(lambda: [line.what for line in heard] == ["news"], "the notice")
+    assert second.lines("news")
+
+
+def test_the_bell_is_heard_where_only_the_other_connection_broke(broken: tuple[Ranks, Ranks, Breaks]) -> None:
+    """Its number is neither passed over nor rung in vain."""
+    first, second, wire = broken
+    wire.behind = "add"
+    first.post(order((1, 0), 0))
+    until(lambda: second.lines("order"), "the first line")
+    until(lambda: not second.is_cut_off, "the new connection")
+    rung: list[float] = []
+    bell_rung = second._rung
+    assert second._bell is not None
+    second._bell._on_ring = lambda: (rung.append(time.monotonic()), bell_rung())[1]
+    for step in range(2, 5):
+        first.post(order((step, 0), 0))
+        until(lambda step=step: len(second.lines("order")) == step, "the next line")
+
+    until(lambda: len(rung) == 3, "a ring for each line")
+
+
+def test_where_the_store_is_gone_others_than_the_first_collect(many: None) -> None:
+    """What was shared is on storage, and no report will ever be read."""
+    side: Any = object.__new__(Together)
+    ranks = SimpleNamespace(rank=3, size=20, pace=Pace(20), is_lost=True)
+    ranks.follow, ranks.has_read = (lambda _: None), (lambda _: False)
+    side.__dict__.update(_ranks=ranks, _attempt=SimpleNamespace(position=3), _since={"shared": time.monotonic() - 5})
+
+    assert side._collects()
+    ranks.is_lost = False
+    assert not side._collects()

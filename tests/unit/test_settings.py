@@ -1,0 +1,294 @@
+"""Every setting: where its value comes from, what is allowed, and what is said about the rest."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from migrator import settings
+from migrator.errors import SettingsError
+from migrator.api import Migrator
+from migrator.settings import Every, Settings, read
+from tests.support.harness import Job
+
+DEFAULTS: dict[str, Any] = {
+    "ckpt": Path.cwd() / "ckpts",
+    "job": "default",
+    "signal": Path("/tmp/migrator/signal"),
+    "grace_s": 30.0,
+    "every": Every(seconds=600.0),
+    "keep": 2,
+    "exit_code": 143,
+    "keep_exit_code": False,
+    "resume": "auto",
+    "loops": "continue",
+    "ranks": "auto",
+}
+
+# (setting, its variable, a text, what it means, another text, what that means)
+VALUES: list[tuple[str, str, str, Any, str, Any]] = [
+    ("ckpt", "MIGRATOR_CKPT", "/pvc/one", Path("/pvc/one"), "file:///pvc/two%20two", Path("/pvc/two two")),
+    ("job", "MIGRATOR_JOB", "mnist-1.b_c", "mnist-1.b_c", "_", "_"),
+    ("signal", "MIGRATOR_SIGNAL", "/run/a b/signal", Path("/run/a b/signal"), "s", Path.cwd() / "s"),
+    ("grace_s", "MIGRATOR_GRACE_S", "45", 45.0, "1.5", 1.5),
+    ("every", "MIGRATOR_EVERY", "500", Every(steps=500), "off", Every()),
+    ("keep", "MIGRATOR_KEEP", "1", 1, "1000000", 1_000_000),
+    ("exit_code", "MIGRATOR_EXIT_CODE", "0", 0, "255", 255),
+    ("keep_exit_code", "MIGRATOR_KEEP_EXIT_CODE", "on", True, "off", False),
+    ("resume", "MIGRATOR_RESUME", "never", "never", "require", "require"),
+    ("loops", "MIGRATOR_LOOPS", "anew", "anew", "continue", "continue"),
+    ("ranks", "MIGRATOR_RANKS", "1", "1", "auto", "auto"),
+]
+
+BAD = [
+    ("MIGRATOR_CKPT", "", "a directory or a file:// URL"),
+    ("MIGRATOR_CKPT", "s3://bucket/prefix", "no storage for s3://"),
+    ("MIGRATOR_CKPT", "file://", "a directory or a file:// URL"),
+    ("MIGRATOR_JOB", "", "1 to 128 letters"),
+    ("MIGRATOR_JOB", "a/b", "1 to 128 letters"),
+    ("MIGRATOR_JOB", "..", "no dot or dash in front"),
+    ("MIGRATOR_JOB", "-rf", "no dot or dash in front"),
+    ("MIGRATOR_JOB", "x" * 129, "1 to 128 letters"),
+    ("MIGRATOR_SIGNAL", " ", "the path of a file"),
+    ("MIGRATOR_SIGNAL", "/tmp/migrator/", "the path of a file"),
+    ("MIGRATOR_GRACE_S", "", "seconds between 1 and 86400"),
+    ("MIGRATOR_GRACE_S", "30s", "seconds between 1 and 86400"),
+    ("MIGRATOR_GRACE_S", "0", "seconds between 1 and 86400"),
+    ("MIGRATOR_GRACE_S", "-30", "seconds between 1 and 86400"),
+    ("MIGRATOR_GRACE_S", "nan", "seconds between 1 and 86400"),
+    ("MIGRATOR_GRACE_S", "inf", "seconds between 1 and 86400"),
+    ("MIGRATOR_EVERY", "", "a number of steps (500), a time (30s, 10m, 2h) or off"),
+    ("MIGRATOR_EVERY", "0", "a number of steps"),
+    ("MIGRATOR_EVERY", "0s", "a number of steps"),
+    ("MIGRATOR_EVERY", "-5", "a number of steps"),
+    ("MIGRATOR_EVERY", "1.5", "a number of steps"),
+    ("MIGRATOR_EVERY", "10 minutes", "a time (30s, 10m, 2h)"),
+    ("MIGRATOR_EVERY", "never", "or off"),
+    ("MIGRATOR_KEEP", "0", "a whole number from 1"),
+    ("MIGRATOR_KEEP", "two", "a whole number from 1"),
+    ("MIGRATOR_KEEP", "2.0", "a whole number from 1"),
+    ("MIGRATOR_EXIT_CODE", "256", "from 0 to 255"),
+    ("MIGRATOR_EXIT_CODE", "-15", "from 0 to 255"),
+    ("MIGRATOR_KEEP_EXIT_CODE", "1", "on or off"),
+    ("MIGRATOR_RESUME", "no", "auto, never or require"),
+    ("MIGRATOR_LOOPS", "Anew", "continue or anew"),
+    ("MIGRATOR_RANKS", "2", "auto or 1"),
+    ("MIGRATOR_RESUME", "Never", "auto, never or require"),
+]
+
+
+def _said(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        read(arguments, environ)
+    return str(caught.value)
+
+
+def test_without_anything_set_the_defaults_hold() -> None:
+    """An empty environment gives the documented defaults, and no file of the predecessor."""
+    found = read({}, {})
+
+    assert found == Settings(**DEFAULTS, legacy_file=None)
+
+
+def test_every_setting_is_tested_here() -> None:
+    """A setting that is added must get its values in these tables."""
+    ours = [f for f in fields(Settings) if f.metadata]
+
+    assert [f.name for f in ours] == list(DEFAULTS) == [row[0] for row in VALUES]
+    assert [f.metadata["variable"] for f in ours] == [row[1] for row in VALUES]
+    assert {f.metadata["variable"] for f in ours} == {row[0] for row in BAD}
+    assert all(f.metadata["doc"] for f in ours)
+
+
+def test_listening_has_an_argument_for_every_setting() -> None:
+    """What a variable can say an argument can say too, by keyword only, and None means "not given"."""
+    parameters = dict(inspect.signature(Migrator.listening).parameters)
+    del parameters["self"]
+
+    assert list(parameters) == list(DEFAULTS)
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {p.default for p in parameters.values()} == {None}
+
+
+@pytest.mark.parametrize(("name", "variable", "text", "value", "other", "other_value"), VALUES)
+def test_argument_beats_environment_beats_default(
+    *, name: str, variable: str, text: str, value: Any, other: str, other_value: Any
+) -> None:
+    """The nearer word counts: what the script says, then what the pod says, then what we say."""
+    assert getattr(read({}, {variable: text}), name) == value
+    assert getattr(read({name: other}, {variable: text}), name) == other_value
+    assert getattr(read({name: None}, {variable: text}), name) == value
+    assert getattr(read({name: text}, {}), name) == value
+
+
+def test_an_argument_need_not_be_text() -> None:
+    """Numbers and paths are as good as the texts that environment variables are confined to."""
+    found = read({"ckpt": Path("/pvc"), "grace_s": 12, "every": 500, "keep": 3, "exit_code": 0}, {})
+
+    assert (found.ckpt, found.grace_s, found.every, found.keep, found.exit_code) == (
+        Path("/pvc"),
+        12.0,
+        Every(steps=500),
+        3,
+        0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("500", Every(steps=500), "500 steps"),
+        ("30s", Every(seconds=30.0), "30 s"),
+        ("10m", Every(seconds=600.0), "600 s"),
+        ("1.5h", Every(seconds=5400.0), "5400 s"),
+        (" OFF ", Every(), "off"),
+    ],
+)
+def test_every_counts_steps_or_seconds(text: str, value: Every, shown: str) -> None:
+    """A bare number is steps, a unit makes it a time."""
+    assert read({}, {"MIGRATOR_EVERY": text}).every == value
+    assert str(value) == shown
+
+
+def test_a_relative_root_is_that_of_listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that changes its directory later does not move its ckpts."""
+    monkeypatch.chdir(tmp_path)
+    found = read({"ckpt": "here/ckpts", "signal": "signal"}, {})
+    monkeypatch.chdir("/")
+
+    assert found.ckpt == tmp_path / "here" / "ckpts"
+    assert found.signal == tmp_path / "signal"
+
+
+@pytest.mark.parametrize(("variable", "text", "allowed"), BAD)
+def test_a_bad_value_is_named_with_what_is_allowed(variable: str, text: str, allowed: str) -> None:
+    """Variable, value and what is allowed stand in one line."""
+    said = _said({}, {variable: text})
+
+    assert f"{variable} is {text!r}; allowed: " in said
+    assert allowed in said.split("; allowed: ")[1]
+
+
+def test_a_bad_argument_is_named_as_an_argument() -> None:
+    """It was not the environment, so the environment is not blamed; a good variable does not help."""
+    said = _said({"keep": True}, {"MIGRATOR_KEEP": "3"})
+
+    assert "listening(keep=...) is 'True'; allowed: a whole number from 1" in said
+    assert "MIGRATOR_KEEP" not in said
+
+
+def test_all_that_is_wrong_is_named_at_once() -> None:
+    """One start shows every mistake: bad values and unknown arguments."""
+    worst = {variable: text for variable, text, _ in BAD}
+    said = _said({"grace": 30}, worst)
+
+    lines = said.splitlines()[1:]
+    assert len(lines) == len(worst) + 1
+    assert all(any(line.strip().startswith(f"{name} is ") for line in lines) for name in worst)
+    assert "listening(grace=...): there is no such setting; there are ckpt, job, signal, grace_s" in said
+
+
+def test_an_unknown_variable_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A typo would be a setting that silently does nothing; but it may be somebody else's, so the run goes on."""
+    with caplog.at_level(logging.INFO, "migrator"):
+        read({}, {"MIGRATOR_GRACE": "60", "MIGRATORX": "1", "OTHER": "2"})
+
+    assert "setting_unknown variable=MIGRATOR_GRACE known=" in caplog.text
+    assert "MIGRATOR_GRACE_S" in caplog.text
+    assert caplog.text.count("setting_unknown") == 1
+
+
+def test_variables_of_a_kubernetes_service_called_migrator_are_nobodys_typo(caplog: pytest.LogCaptureFixture) -> None:
+    """A Service named `migrator` or `migrator-mnist` puts such variables into every pod of the namespace."""
+    service = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP", "PORT_80_TCP_ADDR"]
+    with caplog.at_level(logging.INFO, "migrator"):
+        read({}, {f"MIGRATOR_{name}": "x" for name in service} | {"MIGRATOR_MNIST_0_SERVICE_HOST": "10.0.0.1"})
+
+    assert caplog.text == ""
+
+
+def test_the_variable_of_the_hooks_is_known() -> None:
+    """A pod sets its variables for trainer and hooks alike."""
+    assert read({}, {"MIGRATOR_HOOK_LOGS": "/pvc/logs"}).keep == 2
+
+
+def test_the_predecessors_variables_are_aliases(caplog: pytest.LogCaptureFixture) -> None:
+    """`MIGRATION_CKPT_PATH` names a file: its directory is our root. Their use is told."""
+    with caplog.at_level(logging.INFO, "migrator"):
+        found = read({}, {"MIGRATION_CKPT_PATH": "/pvc/job/migration.pth", "MIGRATION_SIGNAL_PATH": "/run/signal"})
+
+    assert found.ckpt == Path("/pvc/job")
+    assert found.legacy_file == Path("/pvc/job/migration.pth")
+    assert found.signal == Path("/run/signal")
+    assert "setting_alias alias=MIGRATION_CKPT_PATH variable=MIGRATOR_CKPT value=/pvc/job/migration.pth" in caplog.text
+    assert "setting_alias alias=MIGRATION_SIGNAL_PATH variable=MIGRATOR_SIGNAL value=/run/signal" in caplog.text
+
+
+def test_our_own_names_beat_the_aliases() -> None:
+    """Whoever sets both means ours."""
+    theirs = {"MIGRATION_CKPT_PATH": "/old/migration.pth", "MIGRATION_SIGNAL_PATH": "/old/signal"}
+    by_variable = read({}, {**theirs, "MIGRATOR_CKPT": "/new", "MIGRATOR_SIGNAL": "/new/signal"})
+    by_argument = read({"ckpt": "/new", "signal": "/new/signal"}, theirs)
+
+    for found in (by_variable, by_argument):
+        assert (found.ckpt, found.signal) == (Path("/new"), Path("/new/signal"))
+
+
+def test_an_empty_alias_says_nothing() -> None:
+    """The predecessor's yamls set its variables to nothing where they are not used."""
+    found = read({}, dict.fromkeys(settings.ALIASES, ""))
+
+    assert found == Settings(**DEFAULTS, legacy_file=None)
+
+
+def test_a_bad_alias_is_named_by_its_own_name() -> None:
+    """The user set that variable and no other."""
+    assert "MIGRATION_SIGNAL_PATH is '/run/'; allowed: the path of a file" in _said(
+        {}, {"MIGRATION_SIGNAL_PATH": "/run/"}
+    )
+
+
+SCRIPT = """
+import os
+import sys
+import time
+from migrator import migrator
+
+state = {"step": 0}
+migrator.register("state", state)
+migrator.listening(**eval(sys.argv[1] if len(sys.argv) > 1 else "{}"))
+os.environ["MIGRATOR_EXIT_CODE"] = "9"
+while True:
+    state["step"] += 1
+    migrator.safe_point()
+    print(f"step {state['step']}")
+    time.sleep(0.01)
+"""
+
+
+def test_a_start_with_bad_settings_leaves_nothing_behind(job: Job) -> None:
+    """It ends before anything is made: no root, no signal file; both mistakes stand in the traceback."""
+    run = job.write(SCRIPT).run("{'every': 'soon'}", MIGRATOR_KEEP="0")
+
+    assert run.wait() == 1
+    assert "listening(every=...) is 'soon'; allowed:" in run.text
+    assert "MIGRATOR_KEEP is '0'; allowed:" in run.text
+    assert not job.root.exists()
+    assert not job.signal.parent.exists()
+
+
+def test_settings_are_read_once_in_listening(job: Job) -> None:
+    """What the script does to its environment afterwards changes nothing; its arguments hold."""
+    run = job.write(SCRIPT).run("{'job': 'mnist', 'exit_code': 42}", MIGRATOR_JOB="other")
+    run.wait_for("^step 3$")
+    run.kill()
+
+    assert run.wait() == 42, run.text
+    assert [path.name for path in job.root.iterdir()] == ["mnist"]
+    assert len(job.ckpts()) == 1
