@@ -8,6 +8,8 @@ TEST_ARGS ?=
 CRASH_ARGS ?=
 # Tests wait more than they work: twice as many at a time as the two cores they were measured on.
 WORKERS ?= 4
+# No other directory has tests that start no process: they are not even collected.
+QUICK := tests/unit tests/docs tests/support tests/sweeps
 # What pytest makes of the tests' assertions is kept for the next run.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist worksteal
@@ -22,24 +24,24 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train, be stopped, resume, and compare with a run that was never stopped
 	$(BIN)/python examples/demo.py
 
-test: $(READY)  ## all tests, of each sweep a sample: 7 minutes (TEST_ARGS="--seed=7" draws what a run of that seed drew)
+test: $(READY)  ## all tests, of each sweep a sample; budget: 6 minutes on two cores (TEST_ARGS="--seed=7" draws what a run of that seed drew)
 	$(PYTEST) -n $(WORKERS) -m "not long and not sweep" $(TEST_ARGS)
 
-quick: $(READY)  ## the tests that start no process: one minute
-	$(PYTEST) -n 2 -m quick $(TEST_ARGS)
+quick: $(READY)  ## the tests that start no process; budget: 1 minute on two cores
+	$(PYTEST) -n 2 -m quick $(QUICK) $(TEST_ARGS)
 
 long: $(READY)  ## all tests with their long variants, and nothing left out of any sweep
 	$(PYTEST) -n $(WORKERS) -m "not sweep" --whole $(TEST_ARGS)
 
 sweeps: $(READY)  ## the same, a kill at every line of every life, and the crash search; each prints how long it took
-	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
+	$(BIN)/python -m tests.support.crashes $(CRASH_ARGS)
 	$(PYTEST) -n $(WORKERS) --whole --durations=20 $(TEST_ARGS)
 
 crashes: $(READY)  ## 100,000 states that crashes may leave, each recovered from (CRASH_ARGS="--states 1000000")
-	$(BIN)/python -m tests.crashes $(CRASH_ARGS)
+	$(BIN)/python -m tests.support.crashes $(CRASH_ARGS)
 
 mutants: $(READY)  ## the protocol with one line changed at a time: do the tests notice?
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.support.mutants
 
 peers: $(READY)  ## flipped bits, kills and full disks for other libraries as well: the table in docs/guarantees.md
 	$(BIN)/python benchmarks/peers.py
@@ -53,7 +55,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 examples: $(READY)  ## each example, stopped and resumed; the demo has a command of its own
-	$(PYTEST) -n 2 tests/docs/test_examples.py -k "not demo"
+	$(PYTEST) -n 2 tests/docs/test_examples.py -k "not demo" $(TEST_ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/safe_point.py

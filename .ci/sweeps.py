@@ -45,44 +45,59 @@ class Area:
 AREAS = [
     Area(
         "storage and ckpt",
-        r"migrator/(storage|blocks|parts|manifest|lineage|retention|saving|saver|loading|tree|legacy)\.py"
-        r"|migrator/(storable|heartbeat|identity)\.py"
-        r"|tests/(disk|crashes|kernel|tracer|bits|hostile)\.py|tests/jobs/swept\.py"
-        r"|tests/test_(crashes|kernel_sweep|bits|hostile|retention)\.py",
-        ("kernel_sweep", "crashes", "bits", "hostile", "retention", "as_if_nothing"),
+        r"migrator/(storage|ckpt|save|compat)/|migrator/state/last_storable\.py"
+        r"|migrator/session/(restore|restore_plan|group_restore|candidates|resume)\.py"
+        r"|migrator/platform/process_identity\.py"
+        r"|tests/support/(disk|crashes|kernel|tracer|damaged_ckpt|hostile|volume|scripts/swept)\.py"
+        r"|tests/sweeps/test_(crashes|kernel_calls|flipped_bits|hostile_files)\.py|tests/unit/ckpt/test_retention\.py",
+        (
+            *("sweeps/test_kernel_calls", "sweeps/test_crashes", "sweeps/test_flipped_bits"),
+            *("sweeps/test_hostile_files", "unit/ckpt/test_retention", "jobs/test_as_never_stopped"),
+        ),
         states=30_000,
     ),
     Area(
         "protocol of the ranks",
-        r"migrator/(agreement|ranks|team|together|joint|sharing|gate|capture)\.py"
-        r"|migrator/(pace|shared_log|bell|large_values|meeting|regroup|uneven)\.py"
-        r"|tests/(model|gang|rank_story|torchruns)\.py|tests/jobs/(ranked|losing|eventful|agent|worker)\.py"
-        r"|tests/test_(agreement|event_sweep|ranks_\w+|torchrun|gang)\.py",
+        r"migrator/ranks/|migrator/save/group/"
+        r"|migrator/session/(group|group_restore)\.py"
+        r"|migrator/loop/(gate|safe_points|uneven_inputs)\.py|migrator/state/capture\.py"
+        r"|tests/support/(model|rank_processes|rank_history|rank_threads|torchruns)\.py"
+        r"|tests/support/scripts/(ranked|losing|eventful|agent|worker)\.py"
+        r"|tests/(ranks|unit/ranks)/|tests/sweeps/test_events\.py",
         (
-            *("agreement", "event_sweep", "ranks_stop", "ranks_load", "ranks_lost", "ranks_idle", "torchrun"),
-            *("ranks_turns", "ranks_wire", "ranks_patience", "crowd", "shared_log"),
+            *("unit/ranks/test_protocol", "sweeps/test_events", "ranks/test_stop", "ranks/test_load"),
+            *("ranks/test_lost_ranks", "ranks/test_idle", "ranks/test_torchrun", "ranks/test_epoch_end"),
+            *("ranks/test_broken_connections", "ranks/test_waiting", "unit/ranks/test_many_ranks"),
+            "unit/ranks/test_shared_log",
         ),
     ),
     Area(
         "hooks, notices and leaving",
-        r"hooks/|yamls/|migrator/(signal_file|sigterm|watcher|leaving|life|loop|progress|canary)\.py"
-        r"|migrator/(signal_owner|sigaction|lookout|ending|last_word|heartbeat|identity|launcher)\.py"
-        r"|migrator/(testing|hooks)/|tests/jobs/(podded|shim)\.py"
-        r"|tests/test_(hooks|hook_situations|kubelet|pods|healthy|story|yamls)\.py",
-        ("hooks", "healthy", "story", "ranks_lost", "event_sweep"),
+        r"hooks/|yamls/|migrator/(notice|leaving|session)/|migrator/platform/(process_identity|launcher)\.py"
+        r"|migrator/save/(progress|reply|mark_keeper)\.py|migrator/ckpt/leaving_mark\.py"
+        r"|migrator/loop/(batches|followed_loop|safe_points)\.py|migrator/state/change_detector\.py"
+        r"|migrator/(testing|hooks)/|tests/support/scripts/(podded|shim)\.py"
+        r"|tests/pods/|tests/jobs/test_undisturbed_runs\.py",
+        (
+            *("pods/test_hooks", "jobs/test_undisturbed_runs", "pods/test_apply_and_delete"),
+            *("ranks/test_lost_ranks", "sweeps/test_events"),
+        ),
     ),
     Area(
         "what is registered, and the loop",
-        r"migrator/(kinds|registry|randomness|sampler|permutation|loop|settings|environment|canary|capture)\.py"
-        r"|migrator/(storable|place|between|replay|unfollowed|frames|iteration|counters|buckets|comm_hooks)\.py"
-        r"|tests/jobs/(everything|ground|telling)\.py|tests/test_(no_tear|as_if_nothing|loops)\.py",
-        ("as_if_nothing", "ranks_load", "no_tear"),
+        r"migrator/(data|state|loop|platform)/|migrator/settings\.py"
+        r"|tests/support/scripts/(everything|ground|telling)\.py"
+        r"|tests/jobs/test_(one_step_throughout|as_never_stopped|loops)\.py",
+        ("jobs/test_as_never_stopped", "ranks/test_load", "jobs/test_one_step_throughout"),
     ),
     Area(
         "what runs all others",
-        r"tests/(conftest|harness|forkserver|script|warm|chance|guardian|story)\.py"
+        r"tests/conftest\.py|tests/support/(harness|forkserver|forked_script|warm_pods|chance|guardian|job_history)\.py"
         r"|Makefile|\.ci/|constraints\.txt|pyproject\.toml",
-        ("event_sweep", "healthy", "kernel_sweep", "ranks_stop", "story"),
+        (
+            *("sweeps/test_events", "jobs/test_undisturbed_runs", "sweeps/test_kernel_calls", "ranks/test_stop"),
+            "pods/test_apply_and_delete",
+        ),
     ),
 ]
 
@@ -122,7 +137,7 @@ def commands(areas: list[Area]) -> list[list[str]]:
     states = max((area.states for area in areas), default=0)
     if states:
         found.append([PYTHON, "-m", "tests.support.crashes", f"--states={states}", f"--seed={os.getpid()}"])
-    files = dict.fromkeys(f"tests/test_{name}.py" for area in areas for name in area.tests)
+    files = dict.fromkeys(f"tests/{name}.py" for area in areas for name in area.tests)
     if files:
         options = ["-x", "-q", "-n", "4", "--dist", "worksteal", "-m", "not sweep", "--whole"]
         found.append([PYTHON, "-m", "pytest", *options, *files])

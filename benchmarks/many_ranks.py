@@ -2,8 +2,9 @@
 
     python benchmarks/many_ranks.py [RANKS ...]
 
-More ranks than fit on one machine are threads of a few processes (`tests/support/rank_threads.py`), with one real TCPStore in a
-process of its own. All of them share this machine's cores, so what is measured in seconds is an upper bound.
+More ranks than fit on one machine are threads of a few processes (`tests/support/rank_threads.py`), with one real
+TCPStore in a process of its own. All of them share this machine's cores, so what is measured in seconds is an upper
+bound.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from migrator.save.group import last_save as together
-from migrator.ranks.timing import Pace
-from migrator.ranks.peers import Ranks
-from migrator.save.group.last_save import Together, order
-from tests.support import rank_threads as crowd
+from migrator.ranks.peers import Peers
+from migrator.ranks.timing import Timing
+from migrator.save.group import last_save
+from migrator.save.group.joint_save import JointSave
+from migrator.save.group.orders import order
+from tests.support import rank_threads
 
 PROCESSES = 4
 GRACE_S = 30.0
@@ -47,7 +49,7 @@ def without_lookups() -> None:
 
 
 def serve(pipe: Any) -> None:
-    store = crowd.served()
+    store = rank_threads.served()
     pipe.send(store.port)
     while pipe.recv() is not None:
         status = Path("/proc/self/status").read_text()
@@ -76,8 +78,8 @@ class Server:
 
 def host(which: range, size: int, port: int, directory: str, pipe: Any) -> None:
     """Some of the ranks."""
-    together._TICK_S = crowd.LOOK_S
-    ours = [crowd.OneRank(rank, size, port, Path(directory)) for rank in which]
+    last_save.LOOK_S = rank_threads.LOOK_S
+    ours = [rank_threads.OneRank(rank, size, port, Path(directory)) for rank in which]
     pipe.send("there")
     while (asked := pipe.recv()) != "end":
         if asked == "count":
@@ -85,13 +87,13 @@ def host(which: range, size: int, port: int, directory: str, pipe: Any) -> None:
         elif asked == "order":
             # Only the first host is asked, which has rank 0.
             for step in range(1, ORDERS + 1):
-                ours[0].ranks.post(order((step, 0), 0), timeout_s=5.0)
+                ours[0].peers.post(order((step, 0), 0), timeout_s=5.0)
                 time.sleep(ORDER_S)
             pipe.send("ordered")
         elif asked == "heard":
             pipe.send([r.ordered_s for r in ours])
         elif asked == "leave":
-            ours[-1].ranks.tell_news(time.monotonic() + GRACE_S)
+            ours[-1].peers.tell_notice(time.monotonic() + GRACE_S)
             pipe.send(time.time())
         elif asked == "wait":
             for rank in ours:
@@ -132,7 +134,7 @@ class Hosts:
         return [max(heard.get(step, float("inf")) for heard in told) - told[0][step] for step in range(1, ORDERS + 1)]
 
     def leave(self) -> tuple[float, list[tuple[float, float, str]]]:
-        """The last rank of all has the news."""
+        """The last rank of all has the notice."""
         self._pipes[-1].send("leave")
         start_s = self._pipes[-1].recv()
         for pipe in self._pipes:
@@ -157,7 +159,7 @@ def many(size: int) -> dict[str, Any]:
         time.sleep(IDLE_S)
         after = hosts.counted()
         idle, idle_cpu = (after[0] - before[0]) / IDLE_S, (server.look()[0] - cpu) / IDLE_S
-        ahead_s, heard = Pace(size).ahead_s(0), hosts.order()
+        ahead_s, heard = Timing(size).ahead_s(0), hosts.order()
         before, cpu = hosts.counted(), server.look()[0]
         start_s, told = hosts.leave()
         time.sleep(0.5)
@@ -185,21 +187,23 @@ def saves(count: int = SAVES, size: int = 4) -> dict[str, Any]:
     server = Server()
     ranks = []
     for rank in range(size):
-        waiting = crowd.connected(server.port)
-        ranks.append(Ranks(rank, size, "n", crowd.connected(server.port), waiting=waiting))
+        waiting = rank_threads.connected(server.port)
+        ranks.append(Peers(rank, size, "n", rank_threads.connected(server.port), waiting=waiting))
         ranks[-1].start()
-    shop: Any = SimpleNamespace(gate=crowd.Gate(), exchange=None, writes=True)
-    leads: Any = Together(shop, ranks[0], SimpleNamespace(news=None), None)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(gate=rank_threads.Gate())
+    leaving: Any = SimpleNamespace(notice=None)
+    others: Any = dict.fromkeys(("orders", "commits", "warnings", "changed_objects"))
+    leads = JointSave(context, ranks[0], leaving, **others)
     result: dict[str, Any] = {"saves of all ranks": size}
     for step in range(1, count + 1):
         ranks[step % size].post(order((step, 0), step % size), timeout_s=5.0)
-        leads._how_it_ends((step, 0), "commit")
+        leads.decide_end((step, 0), "commit")
         ranks[0].forget_old()
         if step in (count // 10, count):
             time.sleep(2.0)  # the last rings are heard
             _, rss, keys = server.look()
             result |= {f"after {step}: keys": keys, f"after {step}: server's kB": rss}
-    result["lines kept by a rank"] = len(ranks[1].board.lines)
+    result["lines kept by a rank"] = len(ranks[1].known.lines)
     for one in ranks:
         one.close()
     server.close()

@@ -33,13 +33,15 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 def measure(blocks: int, directory: Path) -> dict[str, float]:
     """Seconds of each of the three, of the time the gate is shut, and of `state_dict()`."""
-    from migrator.ckpt import generations as lineage
-    from migrator.session import restore_plan as loading
-    from migrator.state.capture import Capturer
+    from migrator.ckpt import generations
     from migrator.loop.gate import Gate
+    from migrator.save.attempt import Attempt
+    from migrator.save.context import SaveContext
+    from migrator.save.staging import StagingBuffer
+    from migrator.session import restore
+    from migrator.state.capture import Capturer
     from migrator.state.registry import Registry
-    from migrator.save.attempt import Aside, Attempt, Workshop
-    from migrator.storage.posix import LocalStorage
+    from migrator.storage.posix import PosixStorage
 
     model = model_of(blocks)
     optimizer = trained(model)
@@ -53,21 +55,21 @@ def measure(blocks: int, directory: Path) -> dict[str, float]:
     registry.add("optimizer", optimizer)
     register_s = time.perf_counter() - start_s
 
-    storage = LocalStorage(directory, "job")
+    storage = PosixStorage(directory, "job")
     capturer = Capturer(registry)
     gate = Gate(capturer)
-    shop = Workshop(storage, lineage.claim(storage, fresh=False, about={}), "job", registry, capturer, gate)
+    context = SaveContext(storage, generations.claim(storage, fresh=False, about={}), "job", registry, capturer, gate)
     gate.publish(capturer.take(1, None, full=True))
     gate.announce()
     capture = gate.take(1.0)
     assert capture is not None
     start_s = time.perf_counter()
-    attempt = Attempt(shop, capture, aside=Aside(), may_open=False, on_block=lambda done, total: None)
+    attempt = Attempt(context, capture, staging=StagingBuffer(), may_open=False, on_block=lambda done, total: None)
     ckpt = attempt.run().ckpt
     save_s = time.perf_counter() - start_s
 
     start_s = time.perf_counter()
-    loading.load(storage, ckpt, registry)
+    restore.load(storage, ckpt, registry)
     load_s = time.perf_counter() - start_s
     return {"state_dict": own_s, "register": register_s, "save": save_s, "load": load_s}
 

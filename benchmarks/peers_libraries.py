@@ -307,8 +307,8 @@ class Migrator:
 
     def close(self) -> None:
         """What the end of the process does, for the next life in the same one."""
-        if self._instance is not None and self._instance._life is not None:
-            self._instance._life.close()
+        if self._instance is not None and self._instance._session is not None:
+            self._instance._session.close()
         self._instance = None
 
 

@@ -3,7 +3,7 @@
     python benchmarks/ranks.py
 
 Real processes and real gloo groups over loopback. Idle: the same DDP loop by itself, with migrator, and with the
-all-reduce of one flag per step that libraries use which decide in the loop. Leaving: from the news on one rank to the
+all-reduce of one flag per step that libraries use which decide in the loop. Leaving: from the notice on one rank to the
 commit for all.
 """
 
@@ -124,7 +124,7 @@ def leave(size: int) -> None:
             assert all(rank.returncode == 143 for rank in ranks), texts
             took_ms.append(1000 * max(float(re.findall(r"since_signal_s=(\S+)", text)[0]) for text in texts))
     print(
-        f"{size} ranks, news on one of them to the answer on all: {statistics.median(took_ms):.0f} ms "
+        f"{size} ranks, notice on one of them to the answer on all: {statistics.median(took_ms):.0f} ms "
         f"(of {STOPS}: {min(took_ms):.0f} to {max(took_ms):.0f})"
     )
 

@@ -45,7 +45,7 @@ def measure(name: str, model: nn.Module, x: torch.Tensor, directory: Path, *, sg
     job.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 1000))
     job.register("metrics", {"loss": 0.0, "step": 0})
     job.listening(ckpt=str(directory / name), signal=str(directory / name / "signal"), every="off")
-    life: Any = job._life
+    life: Any = job._session
     y = torch.randint(0, 10, (len(x),))
     steps_us, points_us = [], []
     for _ in range(ROUNDS):
@@ -61,7 +61,7 @@ def measure(name: str, model: nn.Module, x: torch.Tensor, directory: Path, *, sg
     life._capturer._weigh = lambda *_: None  # nothing but safe points: every capture would count as costly
     for _ in range(ROUNDS):
         start_s = time.perf_counter()
-        life.safe_point()
+        life.safe_points.reach()
         warm_us.append(1e6 * (time.perf_counter() - start_s))
     life.close()
     point_us, step_us = statistics.median(points_us), statistics.median(steps_us)

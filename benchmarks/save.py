@@ -56,17 +56,17 @@ def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
 
 def write_migrator(state: dict[str, torch.Tensor], path: Path) -> None:
     from migrator.ckpt.tensor_file import write_part
-    from migrator.storage.posix import LocalStorage
+    from migrator.storage.posix import PosixStorage
 
-    storage = LocalStorage(path, "job")
+    storage = PosixStorage(path, "job")
     write_migrator.record = write_part(storage, "000001-000000000001/part-00000-of-00001.safetensors", state)  # type: ignore[attr-defined]
 
 
 def read_migrator(state: dict[str, torch.Tensor], path: Path) -> None:
     from migrator.ckpt.tensor_file import read_part
-    from migrator.storage.posix import LocalStorage
+    from migrator.storage.posix import PosixStorage
 
-    read_part(LocalStorage(path, "job"), "000001-000000000001", write_migrator.record, state)  # type: ignore[attr-defined]
+    read_part(PosixStorage(path, "job"), "000001-000000000001", write_migrator.record, state)  # type: ignore[attr-defined]
 
 
 def timed(action: Callable[..., Any], *args: Any) -> float:

@@ -1,8 +1,8 @@
-"""The plain example on several ranks under DDP. It may go on with any other number of them.
+"""The plain example on several ranks under DDP. It can resume on any other number of ranks.
 
     torchrun --nproc-per-node 2 examples/ddp.py    # stop it with `kill <pid of torchrun>`, run it again with 3
 
-Without torchrun: one process for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
+Without torchrun: start one process for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its
 environment. Only the lines with a comment are there because of migrator.
 """
 
@@ -63,13 +63,13 @@ migrator.register("metrics", metrics)
 migrator.register("sampler", sampler)
 migrator.listening()  # from here on any pod may be taken away at any moment
 if migrator.resume:  # there is a ckpt:
-    migrator.load_ckpt()  # all of the above is as it was, on every rank
+    migrator.load_ckpt()  # all of the above is as it was when it was saved, on every rank
 
 if args.steps:
     Path(args.steps).mkdir(parents=True, exist_ok=True)
 log = open(Path(args.steps) / f"rank-{rank}.jsonl", "a", buffering=1) if args.steps else None
 
-for epoch in range(sampler.epoch, args.epochs):  # begins where the ckpt stands
+for epoch in range(sampler.epoch, args.epochs):  # begins with the epoch of the ckpt
     sampler.set_epoch(epoch)
     model.train()
     for x, y, ids in migrator.batches(loader):  # every finished batch is a safe point

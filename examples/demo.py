@@ -1,11 +1,11 @@
-"""The promise, shown: train, be stopped in mid-epoch, go on, and compare bit by bit.
+"""Shows the promise: train, be stopped in mid-epoch, resume, and compare bit by bit.
 
     make demo
 
 The pods are those of migrator.testing: real processes, ended as kubelet ends them. First one process
-(examples/plain.py): undisturbed, and stopped by the pod's own preStop hook, then by SIGTERM alone. Then several ranks
-(examples/ddp.py), each in a pod of its own, of which only one hears that it must leave: two, undisturbed; two, stopped
-and resumed; and, from the same stop, resumed as three, stopped again, ended as one.
+(examples/plain.py): once without a stop, and once stopped by the pod's preStop hook, then by SIGTERM alone.
+Then several ranks (examples/ddp.py), each in its own pod, of which only one gets the notice: two ranks without a stop;
+two ranks, stopped and resumed; and, from the same stop, resumed as three ranks, stopped again, and resumed as one.
 Prints what was saved and lost, and draws both loss curves of the one process over each other.
 """
 
@@ -60,7 +60,7 @@ def several_ranks(kubelet: Kubelet, rows: list[dict], checks: list[dict]) -> Non
 
 
 def check(ranks: str, stopped: Path, whole: Path | None, *, epochs: int) -> dict:
-    """Compared with the run that was never stopped, where there is one on as many ranks."""
+    """Compares with the run that was never stopped, if there is one on the same number of ranks."""
     found = samples(stopped)
     missed = SAMPLES * epochs - sum(len(epoch) for epoch in found)
     repeated = sum(epoch.total() - len(epoch) for epoch in found)
@@ -107,7 +107,7 @@ def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     rows: list[dict] = []
     checks: list[dict] = []
-    with Kubelet(OUT) as kubelet:  # ends whatever still runs, however this is left
+    with Kubelet(OUT) as kubelet:  # at the end it stops all pods that still run, also after an error
         one_process(kubelet, rows, checks)
         several_ranks(kubelet, rows, checks)
     show(rows)

@@ -1,9 +1,9 @@
-"""One training on 2, then 3, then 1 ranks: stopped in mid-epoch twice, every sample of every epoch trained once.
+"""One training on 2, then 3, then 1 ranks: stopped in mid-epoch twice, and every sample is trained once per epoch.
 
     python examples/elastic.py
 
 Each life is an ordinary `torchrun` of examples/ddp.py on this machine. SIGTERM to torchrun is what it gets when
-its pod is taken away. Nothing tells the next life how many ranks the one before it had.
+its pod is taken away. No option tells the next life how many ranks the previous one had.
 """
 
 import json
@@ -38,7 +38,7 @@ def torchrun(ranks: int) -> subprocess.Popen:
 
 
 def trained() -> list[dict]:
-    """What all ranks of all lives wrote: epoch, step, ids."""
+    """The lines that all ranks of all lives wrote: epoch, step, ids."""
     return [json.loads(line) for file in STEPS.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
 
 

@@ -1,9 +1,9 @@
-"""The predecessor's style: four lines, whole epochs. A stop costs the epoch it falls into, never a mixture.
+"""In the style of pytorchjob-migration: four lines, whole epochs. A stop costs the epoch in which it comes.
 
     python examples/epochs.py           # stop it with `kill <pid>` whenever you like, then run it again
 
-No `batches()` and no `ElasticSampler`: safe points are implied, and an interrupted epoch begins anew with
-the weights it was left with. See examples/plain.py for how to go on within the epoch.
+No `batches()` and no `ElasticSampler`: safe points are implied, and an interrupted epoch starts again at its beginning,
+with the weights of the moment of the stop. See examples/plain.py for how to resume within the epoch.
 """
 
 import argparse
@@ -29,11 +29,11 @@ model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 metrics = {"epoch": -1, "best_epoch": -1, "best_loss": float("inf")}
 
-migrator.register("model", model)  # what is to survive
+migrator.register("model", model)  # what has to be saved
 migrator.register("optimizer", optimizer)
 migrator.register("metrics", metrics)
-migrator.listening()  # watches for the signal from here on
-if migrator.resume:  # the last life left a ckpt
+migrator.listening()  # watches for the notice from here on
+if migrator.resume:  # the previous life left a ckpt
     migrator.load_ckpt()
     print(f"goes on after epoch {metrics['epoch']}", flush=True)
 

@@ -55,11 +55,11 @@ migrator.register("metrics", metrics)
 migrator.register("sampler", sampler)
 migrator.listening()  # from here on the pod may be taken away at any moment
 if migrator.resume:  # there is a ckpt:
-    migrator.load_ckpt()  # all of the above is as it was
+    migrator.load_ckpt()  # all of the above is as it was when it was saved
 
 log = open(args.log, "a", buffering=1) if args.log else None
 
-for epoch in range(sampler.epoch, args.epochs):  # begins where the ckpt stands
+for epoch in range(sampler.epoch, args.epochs):  # begins with the epoch of the ckpt
     sampler.set_epoch(epoch)
     model.train()
     for x, y, ids in migrator.batches(loader):  # every finished batch is a safe point

@@ -1,4 +1,4 @@
-"""What the demo takes from a cluster: pods that are started, deleted as kubelet does it, and started again."""
+"""The part of a cluster that the demo needs: pods that are started, deleted as kubelet does it, and started again."""
 
 import json
 import socket
@@ -47,7 +47,7 @@ class Life:
             time.sleep(0.002)
 
     def delete(self, number: int, *, hook: bool) -> dict[str, object]:
-        """One pod goes, the others are left to themselves: what it cost."""
+        """Deletes one pod, waits until all have ended, and returns what the stop cost."""
         pod = self.pods[number]
         stop = pod.delete(hooks=1 if hook else 0)
         stops = [one.wait(DEADLINE_S) for one in self.pods]
@@ -56,7 +56,7 @@ class Life:
             "stopped by": "preStop.sh, then SIGTERM" if hook else "SIGTERM",
             "ranks": len(self.pods),
             "saved step": int(leaving["step"]),
-            "news to commit, ms": f"{1000 * float(leaving['since_signal_s']):.0f}",
+            "notice to commit, ms": f"{1000 * float(leaving['since_signal_s']):.0f}",
             "until gone, ms": f"{1000 * stop.took_s:.0f}",
             "bytes": leaving["bytes"],
             "steps lost": last_step(self.volume) - int(leaving["step"]),
@@ -77,7 +77,7 @@ def free_port() -> int:
 
 
 def steps(volume: Path) -> list[list[dict]]:
-    """What each rank wrote, life after life."""
+    """The lines that each rank wrote, life after life."""
     files = sorted(volume.glob("steps/*.jsonl"))
     return [[json.loads(line) for line in file.read_text().split("\n")[:-1]] for file in files]
 

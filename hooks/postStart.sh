@@ -1,8 +1,8 @@
 #!/bin/sh
-# Notes in postStart.log when this container started. Nothing depends on it.
+# Writes to postStart.log when this container started. Nothing depends on it.
 #
-# It is not ordered against the trainer, so it never touches the signal file,
-# and it always exits 0, since Kubernetes kills a container whose postStart fails.
+# It may run before or after the start of the trainer, so it never touches the signal
+# file. It always exits with 0, since Kubernetes kills a container whose postStart fails.
 #
 # MIGRATOR_HOOK_LOGS   directory of postStart.log (else that of MIGRATION_CKPT_PATH,
 #                      else MIGRATOR_CKPT if it is a directory, else the signal file's)

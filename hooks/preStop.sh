@@ -1,22 +1,23 @@
 #!/bin/sh
-# Asks the trainer in this container to save, and waits until it is safe.
+# Asks the trainer in this container to save, and waits until the ckpt is saved.
 #
-# Kubernetes runs this before it stops the container; the grace has begun by
-# then, and SIGTERM comes only when this has ended. So it never waits past the
-# grace, and ends as soon as the trainer has answered.
+# Kubernetes runs this before it stops the container. The grace has begun when
+# this starts, and SIGTERM is sent only when this has ended. So it never waits
+# past the grace, and ends as soon as the trainer has answered.
 #
 #   exit 0   saved: the ckpt exists
-#        3   nobody to ask: no trainer listens yet, or it finished by itself
+#        3   no trainer to ask: none listens yet, or it finished by itself
 #        4   the trainer died before it answered
 #        5   no answer before the deadline
 #        6   the trainer answered that it could not save
 #        7   the signal file cannot be read or written
 #        8   saved, but a later life of the job goes on without it
 #
-# The reason goes to stderr, where kubelet takes it into the pod's events, and
-# to preStop.log, which also tells how far a long save is. It may be called
-# twice, even at the same time. With exit code 3 it leaves its request there: a
-# trainer that begins to listen before the grace is over leaves at once.
+# The reason is written to stderr, from where kubelet copies it into the pod's
+# events, and to preStop.log, which also has the progress of a long save. This
+# may be called twice, even at the same time. With exit code 3 it leaves a request
+# in the signal file: a trainer that begins to listen before the grace is over
+# leaves at once.
 #
 # MIGRATOR_SIGNAL      the signal file, as the trainer has it
 #                      (else MIGRATION_SIGNAL_PATH, else /tmp/migrator/signal)
@@ -36,7 +37,7 @@ pause=0.05
 tab=$(printf '\t')
 cr=$(printf '\r')
 
-# The clock is set anew now and then, the uptime never, and reading it starts no process.
+# The clock may be set while this runs; the uptime is not, and reading it starts no process.
 now() { # -> $now_cs, hundredths of a second
     if read -r uptime _ 2>/dev/null </proc/uptime; then
         number "${uptime%.*}${uptime#*.}"
@@ -57,7 +58,7 @@ hundredths() { # seconds, perhaps with a fraction -> $number, hundredths; empty 
     number "${1%%.*}${fraction%"${fraction#??}"}"
 }
 
-# Pods of one job may share the log.
+# Pods of one job may share the log, so each line has the host.
 stamp() { printf '%s %s' "$(date '+%Y-%m-%d %H:%M:%S')" "$host"; }
 
 log_dir() { # -> $logs
@@ -72,7 +73,7 @@ log_dir() { # -> $logs
     case $logs in /*) ;; *) logs=./$logs ;; esac
 }
 
-# Nothing is logged before the request is written: the logs may lie on slow storage.
+# Nothing is logged before the request is written: the logs may be on slow storage.
 log() { # line
     [ -n "$logs" ] || return 0
     if ! {
@@ -96,17 +97,17 @@ finish() { # exit code, reason
     exit "$1"
 }
 
-# An emptyDir outlives the container, and what was said in one container is nothing to the next.
+# An emptyDir outlives the container. Requests and answers of an earlier container must be ignored.
 find_container() { # -> $container: the node's boot and when process 1 started; empty where /proc does not say
     container=''
     { read -r boot </proc/sys/kernel/random/boot_id && read -r stat </proc/1/stat; } 2>/dev/null || return 0
-    # The name of the program, in parentheses, may hold blanks; the fields behind it do not.
+    # The name of the program, in parentheses, may contain blanks; the fields after it do not.
     # shellcheck disable=SC2086
     set -- ${stat##*) }
     [ $# -lt 20 ] || container=$boot/${20}
 }
 
-is_of_here() { # container; one that is not known may be this one
+is_of_here() { # container; if it is not known, it may be this one
     [ -z "$1" ] || [ -z "$container" ] || [ "$1" = "$container" ]
 }
 
@@ -114,7 +115,7 @@ read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline
     word='' pids='' request='' deadline='' of='' ckpt='' late='' error=''
     [ -f "$signal" ] || return 0
     {
-        # A last line without its newline counts, hence the test behind each read.
+        # The last line may lack its newline, hence the test after each read.
         IFS=" $tab$cr" read -r word rest || [ -n "$word" ]
         case "$word $rest" in
             'init ' | 'save ' | 'resume ') ;;
@@ -139,7 +140,7 @@ read_signal() { # -> $word (empty: missing or garbage), $pids $request $deadline
 
 is_alive() { # pid
     if read -r status 2>/dev/null <"/proc/$1/stat"; then
-        # Nobody may have reaped it yet: a zombie answers no more.
+        # A zombie, which its parent has not reaped yet, cannot answer.
         status=${status##*) }
         case $status in [ZX]*) return 1 ;; *) return 0 ;; esac
     fi
@@ -152,14 +153,14 @@ anyone_alive() { # pids, separated by commas
         number "${list%%,*}"
         list=${list#*,}
         list=${list# }
-        # A file that outlived its container may name a process that is now this very one.
+        # A file that outlived its container may name the pid that this hook has now.
         [ -n "$number" ] && [ "$number" != "$$" ] && is_alive "$number" && return 0
     done
     return 1
 }
 
-# Ranks of one pod end one after the other, and some of them behind the last look at the signal file.
-all_finished() { # pids, separated by commas: each has noted that its script came to its end
+# Ranks of one pod end one after the other, some of them after this hook's last look at the signal file.
+all_finished() { # pids, separated by commas: each has noted that its script has finished
     list=$1,
     while [ -n "$list" ]; do
         number "${list%%,*}"
@@ -175,11 +176,11 @@ is_noted() { # pid
     return 1
 }
 
-# The trainer tells how far a long save is in a file of its own. What else may be in there is nothing.
+# The trainer writes the progress of a long save into a separate file. Any other content is ignored.
 read_progress() { # -> $written $total, in MB; $progress: both, empty if there are none
     progress=''
     [ -f "$signal.progress" ] || return 0
-    # The shell's own read goes on to the end of a line, and the line may be a gigabyte.
+    # The shell's own `read` reads a whole line, and the line may be a gigabyte long.
     { progress=$(dd if="$signal.progress" bs=32 count=1); } 2>/dev/null
     case $progress in
         *[!0-9\ ]* | *\ *\ * | ????????????????????*) progress='' ;;
@@ -203,8 +204,8 @@ tell_progress() {
     told=$progress
     tell_at=$((now_cs + 200))
     far="written $written of $total MB ($((100 * written / total)) %)"
-    # Not waited for, neither by this shell nor through its output by whoever called it: the volume
-    # is busy, and a line that it does not take must not hold up the answer.
+    # Neither this shell nor its caller (through the output) waits for this: the volume
+    # is busy, and a slow write to the log must not delay the answer.
     (
         exec </dev/null >/dev/null 2>&1
         log "$(stamp) $far, $(((give_up + margin_cs - now_cs) / 100)) s of the grace left"
@@ -212,10 +213,11 @@ tell_progress() {
     teller=$!
 }
 
-# Between looking at the file and writing the request no other hook may write one: it would be overwritten.
+# Between reading the file and writing the request no other hook may write one: it would be overwritten.
 lock() {
     until (set -C && printf '%s\n' "$$" >"$lock") 2>/dev/null; do
-        # A hook was killed while it held it; or the directory cannot be written, which writing will tell.
+        # After half a second go on without it. Either a hook was killed while it held the lock; or the directory
+        # cannot be written, and then writing the request fails.
         now
         [ $((now_cs - started)) -lt 50 ] && [ -e "$lock" ] || return 0
         rest_a_little
@@ -250,7 +252,7 @@ pids=$1
     finish 7 "cannot write the signal file $signal: set MIGRATOR_SIGNAL to a file in a directory that the trainer and this hook can write"
 }
 
-# Nobody waits for an answer to it. Without it a trainer that is still importing would train until it is killed.
+# No hook waits for an answer to this request. Without it a trainer that is still importing would train until it is killed.
 leave_request() { # reason
     if is_open || put_request ''; then
         left='a trainer that begins to listen before the grace is over leaves at once'
@@ -267,7 +269,7 @@ is_open() { # the file holds a request of this container whose deadline is not o
     [ "$word" = save ] && [ -n "$request" ] && [ "$deadline_cs" -gt "$began_cs" ]
 }
 
-# An answer to this hook, to one that it joined, or to whoever asks.
+# An answer to this hook, to a hook that it joined, or without the id of a request.
 is_for_us() {
     [ -z "$request" ] && return 0
     case $known in *" $request "*) return 0 ;; *) return 1 ;; esac
@@ -297,13 +299,13 @@ now
 started=$now_cs
 form='%a %b %e %H:%M:%S %Z %Y'
 clock=$(date "+%s.%N|$form")
-# Not every date knows %N, and some then print nothing at all.
+# Some versions of `date` do not know %N, and some of these then print nothing at all.
 case $clock in *.[0-9][0-9]*'|'*) ;; *) clock=$(date "+%s|$form") ;; esac
 hundredths "${clock%%|*}"
 began_cs=$number
 clock=${clock#*|}
 grace
-# Time for the last poll and the log, before SIGKILL.
+# Reserve for the last poll and the log before SIGKILL: 1 s, or a tenth of a grace below 10 s.
 if [ "$grace_cs" -lt 1000 ]; then margin_cs=$((grace_cs / 10)); else margin_cs=100; fi
 give_up=$((started + grace_cs - margin_cs))
 kill_at_cs=$((began_cs + grace_cs))
@@ -332,7 +334,7 @@ elif [ -z "$pids" ] && { [ "$word" != save ] || [ -n "$of" ]; }; then
 elif [ -n "$pids" ] && ! anyone_alive "$pids"; then
     leave_request "no trainer: nobody of those named in $signal is alive (pids $pids)"
 elif is_open; then
-    # Another hook asks already, so this one joins it. The grace began with that one.
+    # Another hook has made a request already, so this one joins it. The grace began with that one.
     until_then=$((started + deadline_cs - began_cs - margin_cs))
     [ "$until_then" -lt "$give_up" ] && give_up=$until_then
 else
@@ -342,7 +344,7 @@ unlock
 log "$(stamp) saving ckpts..."
 
 far='' teller='' tell_at=$((started + 100))
-# What an earlier life left there is not told: only what changes.
+# Progress that an earlier life left there is not reported, only changes of it.
 read_progress
 told=$progress
 dead=0
@@ -354,12 +356,12 @@ while :; do
             if [ -n "$error" ] || [ -n "$request" ]; then
                 is_for_us && report
             else
-                # A trainer began to listen just when the request was written, and wrote over it.
+                # A trainer began to listen just when the request was written, and overwrote it.
                 [ -n "$pids" ] && anyone_alive "$pids" && waiting_for=$pids && write_request "$pids"
             fi
             ;;
         save)
-            # Somebody asked again over our request: an answer to that one is ours too.
+            # Another request has replaced ours: an answer to it is for this hook too.
             is_for_us || known="$known$request "
             [ -n "$pids" ] && waiting_for=$pids
             ;;
@@ -372,7 +374,7 @@ while :; do
     esac
     if [ -n "$waiting_for" ] && ! anyone_alive "$waiting_for"; then
         dead=$((dead + 1))
-        # Once more, for an answer that was its last act.
+        # Look once more: the answer may have been the last thing it wrote.
         [ "$dead" -ge 2 ] && all_finished "$waiting_for" && finish 3 "the trainer finished by itself"
         [ "$dead" -ge 2 ] && finish 4 "the trainer died before it answered (pids $waiting_for)"
     else

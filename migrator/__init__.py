@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from migrator.api import Migrator
+    from migrator.data.sampler import ElasticSampler
     from migrator.errors import (
         CkptCorrupt,
         CkptMismatch,
@@ -21,11 +23,16 @@ if TYPE_CHECKING:
         ResumeIgnored,
         SaveFailed,
         SettingsError,
+        StorageAccessError,
         StorageError,
+        StorageExistsError,
+        StorageForeignError,
+        StorageFullError,
+        StorageNotFoundError,
+        StorageReadOnlyError,
+        StorageTransientError,
         UsageError,
     )
-    from migrator.api import Migrator
-    from migrator.data.sampler import ElasticSampler
 
     migrator: Migrator
 
@@ -44,7 +51,14 @@ __all__ = [
     "ResumeIgnored",
     "SaveFailed",
     "SettingsError",
+    "StorageAccessError",
     "StorageError",
+    "StorageExistsError",
+    "StorageForeignError",
+    "StorageFullError",
+    "StorageNotFoundError",
+    "StorageReadOnlyError",
+    "StorageTransientError",
     "UsageError",
     "migrator",
 ]

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from migrator import events, settings
-from migrator.notice import termination_message as last_word
-from migrator.session import session as life
-from migrator.notice import inbox as lookout
-from migrator.loop.epoch_counters import Meter
 from migrator.errors import UsageError
-from migrator.session.session import Life
-from migrator.loop.followed_loop import Batches
+from migrator.loop.batches import Batches
+from migrator.loop.epoch_counters import Meter
+from migrator.notice import inbox, termination_message
+from migrator.session import session
+from migrator.session.session import Session
 from migrator.state.registry import Registry
 
 Batch_co = TypeVar("Batch_co", covariant=True)
@@ -21,34 +20,34 @@ Batch = TypeVar("Batch")
 
 
 class Loader(Sized, Iterable[Batch_co], Protocol[Batch_co]):
-    """What `batches()` takes: anything that can be iterated again and knows its length."""
+    """What `batches()` takes: anything that can be iterated more than once and has a length."""
 
 
 class Migrator:
-    """Registers what makes up the training, listens for the signal, saves, and loads.
+    """Registers what makes up the training, listens for the notice, saves, and loads.
 
-    One instance is made with the package (`from migrator import migrator`). Another
-    one is only of use in tests: a process listens once.
+    There is one instance in the package (`from migrator import migrator`). Other
+    instances are for tests only: a process listens once.
     """
 
     def __init__(self) -> None:
         self._registry = Registry()
-        self._life: Life | None = None
+        self._session: Session | None = None
         self._closed: set[tuple[Path, str]] = set()
-        """Root and job of the lives that were closed."""
+        """Root and job of the sessions that were closed."""
 
     def register(self, name: str, value: Any, *, own: bool = False) -> None:
         """Make `value` part of every ckpt, under `name`, and let `load_ckpt()` restore it in place.
 
         Takes modules, optimizers, schedulers, GradScalers, samplers, dicts, lists, sets, tensors,
-        arrays, random generators, the states of DDP's communication hooks (PowerSGD, post-local SGD), and whatever has
-        `state_dict()` and `load_state_dict()`.
+        arrays, random generators, the states of DDP's communication hooks (PowerSGD, post-local SGD), and every object
+        with `state_dict()` and `load_state_dict()`.
 
-        `own=True`: each rank has its own, large tensors too (a replay buffer, a batch fetched ahead), and each
-        gets its own back. Without it large tensors are taken to be the same on all ranks, and saved once.
+        `own=True`: each rank has a value of its own, large tensors included (a replay buffer, a batch fetched ahead),
+        and gets that one back. Without it large tensors are taken to be the same on all ranks, and saved once.
         """
-        last_word.explain_errors()
-        if self._life is not None:
+        termination_message.explain_errors()
+        if self._session is not None:
             raise UsageError(
                 f"register({name!r}, ...) after listening(): it would be missing in saves made meanwhile "
                 "and in what was loaded. Register everything first."
@@ -58,11 +57,11 @@ class Migrator:
     def watch(self) -> None:
         """Notice SIGTERM and the hook's request from now on; `listening()` then leaves before a step is trained.
 
-        For the top of a script that takes long to come to `listening()`. `import migrator; migrator.watch()` does
-        it without importing torch. Calling it twice, or after `listening()`, does nothing.
+        For the top of a script that takes long to reach `listening()`. `import migrator; migrator.watch()` does not
+        import torch. A second call, or one after `listening()`, does nothing.
         """
-        if self._life is None:
-            lookout.watch()
+        if self._session is None:
+            inbox.watch()
 
     def listening(
         self,
@@ -79,14 +78,14 @@ class Migrator:
         loops: str | None = None,
         ranks: str | int | None = None,
     ) -> None:
-        """Begin: read the settings, find the ckpts, watch for the signal. Main thread, once, after all `register()`.
+        """Begin: read the settings, find the ckpts, watch for the notice. Main thread, once, after all `register()`.
 
-        An argument beats its environment variable (`MIGRATOR_CKPT`, `MIGRATOR_JOB`, ...).
+        An argument takes precedence over its environment variable (`MIGRATOR_CKPT`, `MIGRATOR_JOB`, ...).
         """
         import threading
 
-        last_word.explain_errors(signal=signal)
-        if self._life is not None:
+        termination_message.explain_errors(signal=signal)
+        if self._session is not None:
             raise UsageError("listening() was called already: once is enough.")
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
@@ -120,44 +119,44 @@ class Migrator:
                 "loaded into what is registered now. For another training give it a name of its own: "
                 'listening(job="fold-2"). To go on with the same one: listening(resume="auto").'
             )
-        self._life = life.begin(found, self._registry)
+        self._session = session.begin(found, self._registry)
 
     @property
     def resume(self) -> bool:
-        """There is a ckpt to go on from. Known after `listening()`."""
+        """Whether there is a ckpt to go on from. Known after `listening()`."""
         return self._listening("resume").can_load
 
     @property
     def is_leaving(self) -> bool:
-        """A notice came: the state is being saved, and this process will be ended.
+        """Whether a notice came: the state is being saved, and this process will end.
 
-        Not needed for saving. It is for what should not be begun any more, a long evaluation for example. Ranks
-        hear of a notice at different moments, so it decides nothing that all ranks have to do alike.
+        Not needed for saving. Use it to skip work that should not begin any more, for example a long evaluation. It
+        changes at different moments on different ranks, so never let it decide what all ranks have to do alike.
         """
-        return self._life is not None and self._life.is_leaving_for_script()
+        return self._session is not None and self._session.is_leaving_for_script()
 
     def load_ckpt(self, map_location: Any = None) -> str | None:
-        """Restore everything registered from the newest whole ckpt; its name, or None if there is none.
+        """Restore everything registered from the newest whole ckpt; returns its name, or None if there is none.
 
-        `map_location` is accepted as the predecessor did and means nothing: what is
-        loaded goes to where the registered objects are.
+        `map_location` is accepted because the predecessor did, and has no effect: the tensors go to the devices of
+        the registered objects.
         """
         return self._listening("load_ckpt()").load()
 
     def batches(self, loader: Loader[Batch], name: str | None = None) -> Batches[Batch]:
         """Wrap the training loader: `for batch in migrator.batches(loader)`. Every finished batch is a safe point.
 
-        What it returns has the attributes of the loader as well: `dataset`, `sampler`, `batch_size`. `name` tells apart
-        loops that cannot be told apart otherwise: loaders that look alike, gone over at one place of the script.
+        The result also has the attributes of the loader: `dataset`, `sampler`, `batch_size`. `name` is needed for
+        loops that cannot be told apart otherwise: loops over loaders that look alike, at one place of the script.
         """
         return self._listening("batches()").batches(loader, name)
 
     def epochs(self, total: int, *, name: str = "epochs", start: int | None = None) -> Iterator[int]:
-        """`for epoch in migrator.epochs(10)`: count as `range(10)` does, from the epoch in which the ckpt stands.
+        """`for epoch in migrator.epochs(10)`: count as `range(10)` does, from the epoch of the ckpt on.
 
-        Several such loops in one script need a `name` each. When a second one begins, the first one is over, also if
+        Several such loops in one script need a `name` each. When a second one begins, the first one is over, even if
         it was left by `break`.
-        `start` is where to begin if there is a ckpt and it does not say: it was made by a script without `epochs()`.
+        `start`: the first epoch if the ckpt does not hold one, because the script had no `epochs()` when it was made.
         """
         for what, number in (("total", total), ("start", 0 if start is None else start)):
             if type(number) is not int or number < 0:
@@ -165,51 +164,51 @@ class Migrator:
         return self._listening("epochs()").epochs(total, name=name, start=start)
 
     def meter(self, name: str) -> Meter:
-        """A sum and a count that a resume continues, registered under `name`; for the mean loss of an epoch.
+        """A sum and a count that continue after a resume, registered under `name`. For the mean loss of an epoch.
 
-        Before `listening()`, as `register()`. With several ranks each has its own.
+        Call it before `listening()`, like `register()`. With several ranks each rank has its own.
         """
         meter = Meter()
         self.register(name, meter)
         return meter
 
     def safe_point(self) -> None:
-        """Say that the loop could start again right here. Not needed with `batches()`."""
-        self._listening("safe_point()").safe_point_of_script()
+        """Mark a place where the loop could start again. Not needed with `batches()`."""
+        self._listening("safe_point()").safe_point()
 
     def restore_random(self) -> bool:
-        """Put all random states back to those of the ckpt that was loaded; False if none was.
+        """Put all random states back to those of the ckpt that was loaded; returns False if none was.
 
-        For frameworks that skip the batches of a resumed epoch by themselves and draw random numbers while they do:
-        call it when they are through. `batches()` needs no such call.
+        For frameworks that skip the trained batches of an epoch themselves and draw random numbers meanwhile: call it
+        when they have skipped them. `batches()` needs no such call.
         """
         return self._listening("restore_random()").restore_random()
 
     def save_ckpt(self, wait: bool = True) -> str | None:
-        """Save now; with `wait` it returns the name when the ckpt is durable, without it training goes on at once.
+        """Save now. With `wait` it returns the ckpt's name when it is durable; without it training goes on at once.
 
-        After a step this is a safe point; elsewhere the last safe point is saved.
+        After a step the call itself is a safe point. Elsewhere the last safe point is saved.
         """
         return self._listening("save_ckpt()").save(wait=wait)
 
     def close(self) -> None:
-        """End this life, so that the process can register other objects and call `listening()` again.
+        """End this session, so that the process can register other objects and call `listening()` again.
 
-        For notebooks and for several trainings in one process (folds). Waits for a save under way; it saves nothing
-        by itself. A script that trains once needs no `close()`.
+        For notebooks and for several trainings in one process (folds). It waits for a save under way and saves nothing
+        itself. A script that trains once needs no `close()`.
         """
         import threading
 
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("close() was called in a side thread. Call it in the main thread.")
-        if self._life is not None:
-            self._life.end()
-            self._closed.add((self._life.settings.ckpt, self._life.settings.job))
-        self._life, self._registry = None, Registry()
+        if self._session is not None:
+            self._session.close()
+            self._closed.add((self._session.settings.ckpt, self._session.settings.job))
+        self._session, self._registry = None, Registry()
 
-    def _listening(self, what: str) -> Life:
-        if self._life is None:
+    def _listening(self, what: str) -> Session:
+        if self._session is None:
             raise UsageError(
                 f"{what} before listening(): call register() for each object, then listening(), then this."
             )
-        return self._life
+        return self._session

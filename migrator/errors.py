@@ -1,27 +1,11 @@
-"""What can go wrong, by name.
+"""The errors that this package raises.
 
-Every error says what was found, what was expected and what to do, and one that
-finds several things lists them all at once. Nothing else leaves this package:
-a traceback from our depths is a bug.
+Each error says what was found, what was expected and what to do; if there are
+several problems, one error lists all of them. The package raises no other errors:
+any other traceback from inside it is a bug.
 """
 
 from __future__ import annotations
-
-import errno as _errno
-
-_PERMANENT = frozenset(
-    {
-        _errno.EACCES,
-        _errno.EEXIST,
-        _errno.EISDIR,
-        _errno.ELOOP,
-        _errno.ENAMETOOLONG,
-        _errno.ENOENT,
-        _errno.ENOTDIR,
-        _errno.EPERM,
-        _errno.EROFS,
-    }
-)
 
 
 class MigratorError(Exception):
@@ -33,54 +17,89 @@ class SettingsError(MigratorError):
 
 
 class UsageError(MigratorError):
-    """A call that comes too early, too late, or twice."""
+    """A call that came too early, too late, or twice."""
 
 
 class RegistrationError(MigratorError):
-    """Something cannot be registered; the message names the path inside it and the way out."""
+    """An object cannot be registered; the message contains the path inside it and what to do."""
 
 
 class RanksError(MigratorError):
-    """The ranks of the job could not come together; the message says who was missing."""
+    """The ranks of the job could not work together; the message names the missing rank."""
 
 
 class StorageError(MigratorError):
-    """The place for the ckpts cannot be used, or an operation on it failed."""
+    """The place for the ckpts cannot be used, or an operation on it failed.
+
+    The subclasses say what kind of failure it was. This class itself is raised for all others, like a name that is
+    too long.
+    """
+
+    transient: bool = False
+    """Whether the same operation may succeed later without anybody changing the setup."""
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+        """The number that the operating system gave, if there was one. The class says what kind of failure it was."""
 
-    @property
-    def transient(self) -> bool:
-        """Whether the same operation may succeed later without anybody changing the setup."""
-        return self.errno is not None and self.errno not in _PERMANENT
+
+class StorageNotFoundError(StorageError):
+    """There is no file of ours under this name."""
+
+
+class StorageForeignError(StorageNotFoundError):
+    """Something lies under this name that is none of our files: a link, a directory, a pipe, a file of another size."""
+
+
+class StorageExistsError(StorageError):
+    """The name was to be given only if it is free, and it is in use."""
+
+
+class StorageFullError(StorageError):
+    """There is no room: the volume is full, or a quota or a limit of file sizes is reached. Somebody may make room."""
+
+    transient = True
+
+
+class StorageAccessError(StorageError):
+    """The job does not have the right to do this."""
+
+
+class StorageReadOnlyError(StorageError):
+    """The volume is mounted read-only."""
+
+
+class StorageTransientError(StorageError):
+    """The volume, its server or the network failed. The same operation may succeed later."""
+
+    transient = True
 
 
 class CkptCorrupt(MigratorError):  # noqa: N818 - the name says what was found
-    """A ckpt whose bytes are not those that were committed."""
+    """The bytes of a ckpt are not those that were committed."""
 
 
 class CkptMismatch(MigratorError):  # noqa: N818
-    """A whole ckpt that does not fit what is registered; lists every difference."""
+    """A complete ckpt does not fit the registered objects; the message lists all differences."""
 
 
 class NoUsableCkpt(MigratorError):  # noqa: N818
-    """There are ckpts, or one is required, and none can be loaded."""
+    """No ckpt can be loaded, although there are some or one is required."""
 
 
 class ResumeIgnored(MigratorError):  # noqa: N818
-    """A ckpt is there, the script did not load it, and is about to train over it."""
+    """There is a ckpt, but the script has not loaded it and is about to train from the beginning."""
 
 
 class SaveFailed(MigratorError):  # noqa: N818
-    """A save the script asked for and waits for could not be made durable."""
+    """A save that the script requested, and waits for, failed."""
 
 
 class Migrated(SystemExit):
-    """Raised in the main thread once the pod's state is safe: the process leaves with `code`.
+    """Raised in the main thread when the state is saved: the process ends with exit code `code`.
 
-    A `SystemExit`, so that `finally` blocks run and `except Exception` does not hold it up.
+    A `SystemExit`, so that `finally` blocks run and `except Exception` does not catch it.
     """
 
     def __init__(self, code: int = 143, *, ckpt: str | None = None, step: int | None = None) -> None:

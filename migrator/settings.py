@@ -1,8 +1,8 @@
-"""What a user can set, in one place.
+"""All settings, in one place.
 
-An argument of `listening()` beats the environment, the environment beats the
-default. Everything is read once, in `listening()`; all bad values are named
-together, each with the variable, the value and what is allowed.
+An argument of `listening()` overrides the environment, and the environment overrides
+the default. Settings are read once, in `listening()`; one error lists all values that
+are not allowed, each with the variable, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ranks = Literal["auto", "1"]
 
 @dataclass(frozen=True)
 class Every:
-    """How often a save is made without a signal: after so many steps, or seconds, or never."""
+    """The interval of periodic saves: a number of steps, or of seconds, or never."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -43,10 +43,10 @@ def _variable(name: str, default: str, doc: str, parse: Callable[[str], Any]) ->
 
 
 def _path(text: str) -> Path | None:
-    """None for what is no path: the kernel ends a name at a NUL, and takes no text that has no bytes."""
+    """The absolute path; None if the text is not a path: empty, with a NUL byte, or not encodable."""
     try:
         return Path(text).expanduser().absolute() if text.strip() and b"\0" not in os.fsencode(text) else None
-    except (UnicodeEncodeError, RuntimeError):  # RuntimeError: `~name` of somebody whom nobody knows here
+    except (UnicodeEncodeError, RuntimeError):  # RuntimeError: `~name` of an unknown user
         return None
 
 
@@ -66,7 +66,7 @@ def _directory(text: str) -> Path:
 
 
 def _file(text: str) -> Path:
-    # The hook is given the same text and expands nothing.
+    # No `~`: the hook gets the same text and does not expand it.
     path = None if text.endswith("/") or text.startswith("~") else _path(text)
     if path is None or path.name in ("", ".."):
         raise ValueError("the path of a file, written out")
@@ -141,15 +141,17 @@ def _loops(text: str) -> LoopsOnResume:
     return cast(LoopsOnResume, text)
 
 
+_SIGNAL = "/tmp/migrator/signal"
+"""Default of the signal file; the hooks have the same."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """All settings of one life; `docs/settings.md` holds the same table, and a test compares them."""
 
     ckpt: Path = _variable("MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory or file:// URL", _directory)
     job: str = _variable("MIGRATOR_JOB", "default", "name of the job under the root", _job)
-    signal: Path = _variable(
-        "MIGRATOR_SIGNAL", "/tmp/migrator/signal", "the signal file, the same default in the hooks", _file
-    )
+    signal: Path = _variable("MIGRATOR_SIGNAL", _SIGNAL, "the signal file, the same default in the hooks", _file)
     grace_s: float = _variable("MIGRATOR_GRACE_S", "30", "the pod's terminationGracePeriodSeconds", _seconds)
     every: Every = _variable("MIGRATOR_EVERY", "10m", "save and go on: 500 (steps), 10m (or s, h), off", _every)
     keep: int = _variable("MIGRATOR_KEEP", "2", "ckpts to keep", _whole(1, 1_000_000))
@@ -157,7 +159,7 @@ class Settings:
     keep_exit_code: bool = _variable(
         "MIGRATOR_KEEP_EXIT_CODE",
         "off",
-        "on: a script that ends with 0 after it heard of the notice keeps its 0",
+        "on: a script that receives the notice itself and ends with 0 keeps its 0",
         _switch,
     )
     resume: Resume = _variable("MIGRATOR_RESUME", "auto", "auto, never (start afresh), require", _resume)
@@ -168,17 +170,17 @@ class Settings:
         "MIGRATOR_RANKS", "auto", "auto: those of the process group; 1: this process is a job by itself", _ranks
     )
     termination_log: Path = Path("/dev/termination-log")
-    """What kubelet shows as the container's last message. The pod says where it is, so the script has no say."""
+    """The file of the termination message. The pod spec defines its path, so it is not an argument of `listening()`."""
     legacy_file: Path | None = None
-    """The `migration.pth` of the predecessor, if its variable named one."""
+    """The `migration.pth` of pytorchjob-migration, if its variable is set."""
 
 
 ALIASES = {"MIGRATION_CKPT_PATH": "MIGRATOR_CKPT", "MIGRATION_SIGNAL_PATH": "MIGRATOR_SIGNAL"}
-"""Variables of the predecessor. `MIGRATION_CKPT_PATH` names a file: its directory is our root."""
+"""Variables of pytorchjob-migration. `MIGRATION_CKPT_PATH` is the path of a file; the root is its directory."""
 
 
 def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    """Settings from arguments, environment and defaults, or one `SettingsError` that lists all that is wrong."""
+    """Settings from arguments, environment and defaults; one `SettingsError` lists all problems."""
     known = {f.name: f.metadata for f in fields(Settings) if f.metadata}
     wrong = [
         f"listening({name}=...): there is no such setting; there are {', '.join(known)}"
@@ -210,14 +212,14 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
 
 @dataclass(frozen=True)
 class Places:
-    """Files beside the ckpts, as far as they can be told without a complaint."""
+    """Paths that are also known if other settings are wrong."""
 
-    signal: Path = Path("/tmp/migrator/signal")
+    signal: Path = Path(_SIGNAL)
     termination_log: Path = Settings.termination_log
 
 
 def places(environ: Mapping[str, str]) -> Places:
-    """For whoever has to know them although the settings as a whole are wrong."""
+    """Read these paths without raising an error: they are needed to report that other settings are wrong."""
     found: dict[str, Path] = {}
     for name, variables in (
         ("signal", ("MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH")),
@@ -229,8 +231,8 @@ def places(environ: Mapping[str, str]) -> Places:
     return Places(**found)
 
 
-def of_the_signal(environ: Mapping[str, str]) -> tuple[Path, float]:
-    """Signal file and grace alone, for what has to know them before `listening()`."""
+def signal_and_grace(environ: Mapping[str, str]) -> tuple[Path, float]:
+    """Signal file and grace alone, which `watch()` needs before `listening()`."""
     known = {f.name: f.metadata for f in fields(Settings) if f.metadata}
     found, wrong = {}, []
     for name in ("signal", "grace_s"):
@@ -247,7 +249,7 @@ def of_the_signal(environ: Mapping[str, str]) -> tuple[Path, float]:
 def _text(given: object) -> str:
     try:
         return str(given)
-    except ValueError:  # an integer of more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         return f"a {type(given).__name__} without end"
 
 
@@ -263,16 +265,17 @@ def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -
 
 TERMINATION_LOG = "MIGRATOR_TERMINATION_LOG"
 HOOK_VARIABLES = {"MIGRATOR_HOOK_LOGS"}
-"""Read by the hooks only."""
+"""Variables that only the hooks read."""
 POD_VARIABLES = {TERMINATION_LOG}
-"""Read by the trainer, from its environment only."""
+"""Variables that the trainer reads from its environment, and that are not arguments."""
 
 _OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_[A-Z]+(_[A-Z]+)?)?)")
-"""Kubernetes puts such variables into every pod for a Service whose name begins with `migrator`."""
+"""Variables that Kubernetes adds to each pod for a Service whose name begins with `migrator`."""
 
 
 def _name_unknown_variables(environ: Mapping[str, str], known: set[str]) -> None:
-    """A typo would be a setting that silently does nothing; a variable of somebody else's is no reason to stop."""
+    """Log unknown variables: a typo would silently have no effect. No error, as the variable may belong to other
+    software."""
     for name in sorted(environ):
         if not name.startswith("MIGRATOR_") or name in known | HOOK_VARIABLES or _OF_A_SERVICE.fullmatch(name):
             continue

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,8 +18,7 @@ from typing import Any
 import pytest
 
 from migrator.testing import container
-from tests.support import chance
-from tests.support import guardian
+from tests.support import chance, guardian
 from tests.support.harness import ForkServer, Job, Tally
 from tests.support.warm_pods import WarmShim
 
@@ -25,8 +26,14 @@ from tests.support.warm_pods import WarmShim
 # is lost now and then, all ranks of a test would stand still for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+UNIT = "tests/unit"
+"""No test in this directory starts a process."""
+WITH_PROCESSES = ("tests/jobs", "tests/ranks", "tests/pods")
+"""All tests in these may start processes. Elsewhere one of these fixtures says so, or the mark `processes`."""
 STARTS_PROCESSES = {"fork_server", "kubelet"}
-"""Tests with one of these fixtures, or the mark `processes`, start processes; all others are quick."""
+MEMORY = Path("/dev/shm")
+LEAST_MEMORY = 1 << 30
+"""Bytes that have to be free there. A container often has 64 MiB: then its disk is used."""
 
 
 # What belongs to the whole run.
@@ -57,19 +64,39 @@ SEED = pytest.StashKey[int]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is quick. Tests with the longest timeout start first: otherwise one worker would finish long after."""
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        is_marked = any(item.iter_markers("processes")) or any(item.iter_markers("long"))
-        if not fixtures & STARTS_PROCESSES and not is_marked and not any(item.iter_markers("sweep")):
+        if not may_start_processes(item) and not any(item.iter_markers("long")) and not any(item.iter_markers("sweep")):
             item.add_marker("quick")
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
 
 
-_quick: list[str] = []
+def may_start_processes(item: pytest.Item) -> bool:
+    """By its directory; where that does not say it, by its fixtures and its mark."""
+    directory = item.path.parent.relative_to(item.config.rootpath).as_posix() + "/"
+    says_so = any(item.iter_markers("processes")) or bool(STARTS_PROCESSES & set(getattr(item, "fixturenames", ())))
+    if not directory.startswith(f"{UNIT}/"):
+        return says_so or directory.startswith(tuple(f"{name}/" for name in WITH_PROCESSES))
+    if says_so:
+        raise pytest.UsageError(
+            f"{item.nodeid} starts processes, and no test in {UNIT} does: move it to one of {', '.join(WITH_PROCESSES)}"
+        )
+    return False
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: a search for garbage, which many tests ask for, need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+_alone: list[str] = []
+"""The test that runs now, if it may not start a process."""
 
 
 def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
-    if _quick and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"):
-        raise AssertionError(f"{_quick[-1]} starts a process ({event}): mark it `processes`, or do without")
+    if _alone and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec"):
+        raise AssertionError(
+            f"{_alone[-1]} starts a process ({event}): in {UNIT} no test does, elsewhere it is marked `processes`"
+        )
 
 
 sys.addaudithook(_forbid)
@@ -77,13 +104,13 @@ sys.addaudithook(_forbid)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that is said to need no process has none."""
-    if item.get_closest_marker("quick"):
-        _quick.append(item.nodeid)
+    """A test that is said to need no process has none, its long variant neither."""
+    if not may_start_processes(item):
+        _alone.append(item.nodeid)
     try:
         return (yield)
     finally:
-        _quick.clear()
+        _alone.clear()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -121,13 +148,37 @@ def said_of_skips(reasons: list[str]) -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def scratch() -> Iterator[Path]:
+def in_memory() -> Path:
+    """A directory on a file system that has no disk: a sync takes no time there. `scratch` removes it."""
+    has_room = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= LEAST_MEMORY
+    return Path(tempfile.mkdtemp(prefix="mgr-", dir=MEMORY if has_room else None))
+
+
+@pytest.fixture(scope="session")
+def new_directory(in_memory: Path) -> Callable[[], Path]:
+    """Makes a new directory there, for fixtures of a module and for the examples of hypothesis."""
+    return lambda: Path(tempfile.mkdtemp(dir=in_memory))
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path, new_directory: Callable[[], Path]) -> Iterator[Path]:
+    """In memory for a test that starts no process, and gone when it is over. Whole jobs use the disk, as they will."""
+    if may_start_processes(request.node):
+        yield tmp_path
+        return
+    made = new_directory()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch(in_memory: Path) -> Iterator[Path]:
     """For temporary files of all that the tests start. Whatever way this run ends, neither is left of it."""
     # A short name: sockets lie in it, and theirs are limited.
     directory = Path(tempfile.mkdtemp(prefix="mgr-"))
     mark = f"{os.getpid()}-{directory.name}"
     watching = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(guardian.__file__)), mark, str(directory)],
+        [sys.executable, "-I", "-S", str(Path(guardian.__file__)), mark, str(directory), str(in_memory)],
         stdin=subprocess.PIPE,
         env={},
         start_new_session=True,

@@ -1,13 +1,13 @@
 """The typed tree: state that is not a large tensor, as JSON that comes back with the same types.
 
-A state dict is more than JSON can say: tuples, integer keys, nan, numpy
-scalars, small tensors. Pickle would carry all of it and run whatever a file
-tells it to. So each type that is allowed has a tag of its own, everything else
-is refused with its path when it is registered, long before a save needs it,
-and decoding is a closed list of constructors: no file can name a class.
+A state dict holds more than JSON can express: tuples, integer keys, nan, numpy
+scalars, small tensors. Pickle could hold all of it, and runs any code that a file
+names. So each type that is allowed has a tag of its own, everything else is refused
+with its path when it is registered, long before a save, and decoding is a closed list
+of constructors: no file can name a class.
 
     {"lr": 0.1}                      a dict whose keys are all str without a leading "!"
-    {"!": "tuple", "v": [1, 2]}      whatever is not plain JSON carries the key "!"
+    {"!": "tuple", "v": [1, 2]}      everything that is not plain JSON has the key "!"
 
 The price: subclasses of dict and list come back as plain dict and list, and an
 object that was held in two places is two equal objects afterwards.
@@ -30,13 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from migrator.ckpt.names import COUNT_MAX
 from migrator.errors import CkptCorrupt, RegistrationError
 
 MAX_DEPTH = 100
+"""Containers that may be nested in each other."""
 LARGE_ARRAY = 16 * 1024
-"""A numpy array of more bytes than this lies in a part, as tensors do; a smaller one in the tree."""
+"""A numpy array of more bytes than this is stored in a part, as tensors are; a smaller one in the tree."""
 COLLISIONS_MAX = 256
-"""So many keys of a dict may have the same hash; of keys that nobody has chosen for that, a handful has."""
+"""Keys of a dict that may have the same hash. More of them occur only if somebody chose them to make a dict slow."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -59,7 +61,7 @@ _ADVICE = (
     "or give the object a state_dict() and a load_state_dict() that do."
 )
 
-# Array types that are types of torch too, as they lie in memory. What is not here is stored as bytes.
+# Array types that torch has too, with the same memory. All others are stored as bytes.
 _ARRAY_DTYPES: dict[str, torch.dtype] = {
     **{f"<f{n}": getattr(torch, f"float{8 * n}") for n in (2, 4, 8)},
     **{f"<c{n}": getattr(torch, f"complex{8 * n}") for n in (8, 16)},
@@ -86,9 +88,9 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    """Where it lived when it was saved: "cpu" or "other"."""
+    """Its device when it was saved: "cpu" or "other"."""
     strides: tuple[int, ...] | None = None
-    """How it lay in memory, if not row by row. A part holds it row by row all the same."""
+    """Its strides in memory, if it was not row by row. A part always holds it row by row."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,13 @@ class StoredArray:
     by_columns: bool
 
     def array(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-        """The array that this tensor of the part is, in the same memory if it lies row by row."""
+        """The array of this tensor of the part, in the same memory if it is row by row."""
         array = _allocated(lambda: tensor.reshape(-1).numpy().view(self.dtype).reshape(self.shape))
         _check_text(array)
         return np.asfortranarray(array) if self.by_columns else array
 
     def home(self, live: Any) -> torch.Tensor | None:
-        """The memory of an array of the script's, as the tensor in the part; None if it is not such an array."""
+        """The memory of an array of the script as a tensor like that in the part; None if the array does not fit."""
         is_same = type(live) is np.ndarray and live.dtype == self.dtype and live.shape == self.shape
         if not is_same or not live.flags.c_contiguous or not live.flags.writeable:
             return None
@@ -126,12 +128,12 @@ OMITTED: Any = object()
 def encode(value: Any, *, put: Put, path: str, on_refused: Refused | None = None) -> Any:
     """The tree of `value`, ready for `json.dumps(..., allow_nan=False)`.
 
-    `put` decides for each tensor: a name under which the caller stores its bytes
-    in a part, or None to keep them in the tree. No two tensors have the same path.
+    `put` decides for each tensor: it returns a name under which the caller stores its bytes in a part, or None to
+    keep them in the tree. No two tensors have the same path.
 
-    `on_refused` gives another tree, or `OMITTED`, for an entry of a dict that cannot be stored, by its path and its
-    keys from the outermost dict on. It is asked for no entry inside of a list: the place there belongs to another one
-    later. Without it, or for the value as a whole, `RegistrationError` is raised.
+    `on_refused` returns another tree, or `OMITTED`, for an entry of a dict that cannot be stored. It gets the path of
+    the entry and its keys from the outermost dict on. It is not called for entries inside of a list, where the same
+    position may hold another entry later. Without it, or for the value as a whole, `RegistrationError` is raised.
     """
     encoder = _Encoder(put, _text, on_refused)
     try:
@@ -146,7 +148,7 @@ def encode(value: Any, *, put: Put, path: str, on_refused: Refused | None = None
 def scan(value: Any, path: str) -> int:
     """Raise `RegistrationError` for the first thing in `value` that `encode` would refuse.
 
-    Returns how many bytes its tree takes at least.
+    Returns a lower bound for the bytes of its tree.
     """
     texts = 0
 
@@ -163,7 +165,7 @@ def scan(value: Any, path: str) -> int:
 
 
 _WORTH_COUNTING = 4 << 20
-"""Fewer values and letters than this fit a manifest however long each of them is as text."""
+"""With fewer values and characters than this a tree fits a manifest, however long each value is as text."""
 
 
 def entry(node: Any, key: Any) -> Any:
@@ -179,7 +181,7 @@ def entry(node: Any, key: Any) -> Any:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """How a tensor lies in memory; None: row by row, or with gaps or overlaps, which are not kept."""
+    """The strides of a tensor to be kept; None: it is row by row, or has gaps or overlaps, which are not kept."""
     strides = tuple(tensor.stride())
     if strides == _by_rows(tensor.shape) or not _is_dense(tuple(tensor.shape), strides):
         return None
@@ -187,7 +189,7 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The same values in memory of these strides. None: row by row."""
+    """The same values in memory with these strides. None: row by row."""
     strides = _by_rows(tensor.shape) if strides is None else strides
     if tuple(tensor.stride()) == strides:
         return tensor
@@ -204,7 +206,7 @@ def _by_rows(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Each element has a place of its own and there is none without an element: rows and columns in another order."""
+    """Whether the elements fill the memory without gaps and overlaps: dimensions in another order."""
     step = 1
     for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
         if stride != step or length == 0:
@@ -214,10 +216,10 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def decode(tree: Any, *, get: Get) -> Any:
-    """The value of a tree; `get` hands over the tensors whose bytes lie in a part.
+    """The value of a tree; `get` returns the tensors whose bytes are in a part.
 
-    For a tree that `encode` cannot have made it raises `CkptCorrupt` and nothing else,
-    and never allocates more than the tree itself takes.
+    A tree that `encode` cannot have made raises `CkptCorrupt` and nothing else, and never allocates more memory than
+    the tree itself takes.
     """
     return _Decoder(get).value(tree, 0)
 
@@ -229,11 +231,11 @@ class _Encoder:
         self._on_refused = on_refused
         self._open: set[int] = set()
         self._keys: list[Any] = []
-        """Of the dicts that are open."""
+        """The keys of the dicts that are being encoded, outermost first."""
         self._lists = 0
-        """How many lists and the like are open."""
+        """How many lists, tuples and deques are being encoded, one in another."""
         self.size = 0
-        """Each value takes a byte at least, and a text its letters."""
+        """A lower bound for the bytes of the tree: one for each value, and the characters of texts."""
 
     def value(self, value: Any, path: str) -> Any:
         self.size += 1
@@ -299,7 +301,7 @@ class _Encoder:
             self._lists -= 1
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
-        # One copy first: the training loop may add a key while another thread saves.
+        # A copy first: the training loop may add a key while another thread saves.
         items = list(value.items())
         if type(value) is not OrderedDict and all(type(k) is str and not k.startswith("!") for k, _ in items):
             found = ((key, self._entry(key, item, path)) for key, item in items)
@@ -393,7 +395,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _collide(keys: list[Any]) -> bool:
-    """Whether a dict or set of these keys would be as slow as a list: whoever writes a file can choose them so."""
+    """Whether a dict or set of these keys would be as slow as a list. The writer of a file can choose such keys."""
     return len(keys) > COLLISIONS_MAX and max(Counter(map(hash, keys)).values()) > COLLISIONS_MAX
 
 
@@ -508,7 +510,7 @@ class _Decoder:
 
     def _deque(self, node: dict[str, Any], depth: int) -> deque[Any]:
         items, maxlen = self._each(node["v"], depth), node["maxlen"]
-        if maxlen is not None and (type(maxlen) is not int or not len(items) <= maxlen < 1 << 62):
+        if maxlen is not None and (type(maxlen) is not int or not len(items) <= maxlen < COUNT_MAX):
             raise CkptCorrupt(f"a tree holds a deque of {len(items)} with maxlen {maxlen!r:.80}")
         return deque(items, maxlen)
 
@@ -555,7 +557,7 @@ def _array(node: dict[str, Any], lengths: Any) -> Any:
 
 def _check_text(array: np.ndarray[Any, Any]) -> None:
     if array.dtype.kind == "U":
-        # numpy takes any four bytes for a character, and fails when somebody looks at it.
+        # numpy accepts any four bytes as a character, and fails when it is read.
         _allocated(array.tolist)
 
 
@@ -566,15 +568,15 @@ def _numpy_dtype(name: Any) -> np.dtype[Any]:
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The array, row by row, as a tensor; in the same memory where it lies so and may be written."""
+    """The array, row by row, as a tensor; in the same memory if it is row by row and may be written."""
     plain = np.ascontiguousarray(array)
-    if not plain.flags.writeable:  # torch warns of these
+    if not plain.flags.writeable:  # torch warns about these
         plain = plain.copy()
     return torch.from_numpy(plain if plain.dtype.str in _ARRAY_DTYPES else plain.reshape(-1).view(np.uint8))
 
 
 def _allocated(make: Callable[[], Any]) -> Any:
-    """What numpy or torch make of checked input; what they still refuse (odd units) is corruption."""
+    """What `make` returns. Input that was checked and that numpy or torch still refuse (odd units) is corrupt."""
     try:
         return make()
     except (TypeError, ValueError, RuntimeError, OverflowError, MemoryError, SystemError, Warning) as error:
@@ -609,9 +611,9 @@ def _list(nodes: Any) -> list[Any]:
 
 def _shape(node: Any) -> tuple[int, ...]:
     shape = _list(node)
-    if len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < COUNT_MAX for n in shape):
         raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}")
-    # Strides overflow above this, even if one of the lengths is 0.
+    # Above this strides overflow, even if one of the lengths is 0.
     if math.prod(n or 1 for n in shape) >= 1 << 58:
         raise CkptCorrupt(f"a tree holds the shape {shape!r:.80}, which nothing can have")
     return tuple(shape)
@@ -619,7 +621,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _strides(node: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = _list(node)
-    if len(strides) != len(shape) or not all(type(n) is int and 0 <= n < 1 << 62 for n in strides):
+    if len(strides) != len(shape) or not all(type(n) is int and 0 <= n < COUNT_MAX for n in strides):
         raise CkptCorrupt(f"a tree holds the strides {strides!r:.80} for the shape {shape!r:.80}")
     if not _is_dense(shape, tuple(strides)):
         raise CkptCorrupt(f"a tree holds the strides {strides!r:.80}, with which no tensor {shape!r:.80} is saved")

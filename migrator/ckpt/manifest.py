@@ -1,42 +1,40 @@
 """The manifest: the JSON whose appearance is the commit.
 
 It says which parts belong to a ckpt and what their bytes must be, and holds
-everything that is not a large tensor. Its own digest stands in front, so a flipped
-bit anywhere in it is found; and it is read strictly: whoever accepts a manifest
-that is nearly right loads wrong state.
+everything that is not a large tensor. Its own digest stands in front (`sealed.py`), so a
+flipped bit anywhere in it is found. Known fields are read strictly: a manifest that is
+nearly right would load wrong state. It has at most `MANIFEST_LIMIT` bytes, in every version.
 
-    {"digest":"<32 hex digits>","manifest":{...}}
+Within a format, fields may be added: to the manifest, to the entry of a part, to that
+of an object, to `extra` and `written`. A version that does not know a field ignores it,
+and keeps it when it writes what it has read. So a field can be added like that only if ignoring it never loads wrong
+state. All else needs a new format: a field that must not be ignored, one that is left out
+or gets another meaning, a new node in a tree. A version that does not know a format
+refuses the ckpt with its name, and does not load an older one in its place.
 
-The price: a version of the package that wants to say more has to raise FORMAT.
+The price: the reader of each format stays here for good.
 """
 
 from __future__ import annotations
 
 import builtins
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
-from migrator.storage.file_io import block_count
-from migrator.errors import CkptCorrupt, CkptMismatch, SaveFailed
-from migrator.ckpt.tensor_file import PartRecord
+from migrator.ckpt.digests import block_count
+from migrator.ckpt.names import COUNT_MAX, ckpt_name, is_part_name
+from migrator.ckpt.part_record import PartRecord
+from migrator.ckpt.sealed import check_format, seal, unseal
+from migrator.errors import CkptCorrupt, SaveFailed
 
 FORMAT = 2
-"""2 keeps strides and large numpy arrays; 1 had neither, and is read as well."""
-READABLE = (1, 2)
-LIMIT = 256 << 20
-"""No manifest is larger. What is large belongs into a part."""
-NAME = "manifest.json"
+"""The number of the format that is written."""
+MANIFEST_LIMIT = 256 << 20
+"""Bytes of a manifest at most. Anything large belongs into a part."""
 
-_CKPT = re.compile(r"([0-9]{6,})-([0-9]{12,})", re.ASCII)
-_BY = r"rank-[0-9]{5}(?:-[0-9]{1,9})?"
-_PART = re.compile(rf"(?:part-([0-9]{{5}})-of-([0-9]{{5}})(?:-{_BY})?|own-of-{_BY})\.safetensors", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_COUNT_MAX = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,13 @@ class Manifest:
     ranks: int
     parts: tuple[PartRecord, ...]
     objects: dict[str, dict[str, Any]]
-    """Of each registered name its "kind" and its "tree"."""
+    """The "kind" and the "tree" of each registered name."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Whatever else a resume needs: random states, the state of the loop."""
+    """What else a resume needs: random states, the state of the loop."""
     written: dict[str, Any] = field(default_factory=dict)
-    """When, where and by which versions."""
+    """When, where and by which versions it was written."""
+    as_read: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """All fields as they were read, in their order: unknown ones are written again."""
 
     @property
     def ckpt(self) -> str:
@@ -66,6 +66,7 @@ class Manifest:
 
     def to_bytes(self) -> builtins.bytes:
         payload = {
+            **self.as_read,
             "format": FORMAT,
             "generation": self.generation,
             "step": self.step,
@@ -77,103 +78,43 @@ class Manifest:
             "written": self.written,
         }
         data = seal("manifest", payload)
-        if len(data) > LIMIT:
+        if len(data) > MANIFEST_LIMIT:
             raise SaveFailed(
-                f"the manifest of {self.ckpt} would take {len(data)} bytes, at most {LIMIT} are read back. "
+                f"the manifest of {self.ckpt} would take {len(data)} bytes, at most {MANIFEST_LIMIT} are read back. "
                 "Keep large numbers of values in tensors or numpy arrays, not in lists."
             )
         return data
 
     @classmethod
     def from_bytes(cls, data: builtins.bytes) -> Manifest:
-        """The manifest these bytes are; `CkptCorrupt` for any others, `CkptMismatch` for those of a newer version."""
+        """The manifest in these bytes; `CkptMismatch` if a newer version wrote them, `CkptCorrupt` if none did."""
         payload = unseal("manifest", data)
-        found = payload.pop("format", None)
-        if type(found) is int and found > FORMAT:
-            # Not corrupt: going back to an older ckpt, or deleting this one, would lose good work.
-            raise CkptMismatch(
-                f"the ckpt was written by a newer migrator: format {found}, this one reads {FORMAT}. "
-                "Update the package, or start without the ckpt: MIGRATOR_RESUME=never."
-            )
-        if type(found) is not int or found not in READABLE:
-            raise CkptCorrupt(f"the manifest has the format {found!r:.80}; expected one of {READABLE}")
-        _expect_keys(payload, cls.__dataclass_fields__, "the manifest")
-        return cls(
-            generation=_count(payload["generation"], "generation", least=1),
-            step=_count(payload["step"], "step"),
-            job=_typed(payload["job"], str, "job"),
-            ranks=_count(payload["ranks"], "ranks", least=1),
-            parts=parts_from(payload["parts"]),
-            objects=objects_from(payload["objects"]),
-            extra=_typed(payload["extra"], dict, "extra"),
-            written=_typed(payload["written"], dict, "written"),
-        )
+        # A newer format is not corrupt: loading an older ckpt instead, or deleting this one, would lose good work.
+        number = check_format(payload.get("format"), READERS, "the ckpt", _WITHOUT)
+        return READERS[number](payload)
 
 
-def own_name(rank: int, attempt: int = 1) -> str:
-    """The file of what one rank has for itself."""
-    return f"own-of-{_by(rank, attempt)}.safetensors"
+_WITHOUT = "start without the ckpt: MIGRATOR_RESUME=never"
 
 
-def _by(rank: int, attempt: int) -> str:
-    return f"rank-{rank:05d}" + (f"-{attempt}" if attempt > 1 else "")
+def _fields_of_1_and_2(payload: dict[str, Any]) -> Manifest:
+    """Format 2 added strides and large numpy arrays, which are nodes of trees. The fields are the same."""
+    _expect_fields(payload, ("generation", "step", "job", "ranks", "parts", "objects", "extra", "written"), "manifest")
+    return Manifest(
+        generation=_count(payload["generation"], "generation", least=1),
+        step=_count(payload["step"], "step"),
+        job=_typed(payload["job"], str, "job"),
+        ranks=_count(payload["ranks"], "ranks", least=1),
+        parts=parts_from(payload["parts"]),
+        objects=objects_from(payload["objects"]),
+        extra=_typed(payload["extra"], dict, "extra"),
+        written=_typed(payload["written"], dict, "written"),
+        as_read=payload,
+    )
 
 
-def ckpt_name(generation: int, step: int) -> str:
-    return f"{generation:06d}-{step:012d}"
-
-
-def parse_ckpt_name(name: str) -> tuple[int, int] | None:
-    """(generation, step); None if it is not the name of a ckpt."""
-    match = _CKPT.fullmatch(name)
-    if match is None:
-        return None
-    found = int(match[1]), int(match[2])
-    return found if max(found) < _COUNT_MAX and ckpt_name(*found) == name else None
-
-
-def part_name(index: int, count: int, *, rank: int | None = None, attempt: int = 1) -> str:
-    """The file of a share. With several ranks it says who wrote it, so that none ever writes over another's."""
-    return f"part-{index:05d}-of-{count:05d}{'' if rank is None else '-' + _by(rank, attempt)}.safetensors"
-
-
-def is_part_name(name: str) -> bool:
-    """Whether a file of this name can be a part."""
-    return _PART.fullmatch(name) is not None
-
-
-def seal(kind: str, payload: Mapping[str, Any]) -> bytes:
-    """JSON with its digest in front."""
-    body = _compact(payload)
-    return b'{"digest":"%s","%s":%s}\n' % (_digest(body), kind.encode("ascii"), body)
-
-
-def unseal(kind: str, data: bytes) -> dict[str, Any]:
-    """What was sealed, if these are, to the last bit, the bytes that `seal` made."""
-    head, middle, tail = b'{"digest":"', b'","%s":' % kind.encode("ascii"), b"}\n"
-    start = len(head) + 32 + len(middle)
-    body = data[start : -len(tail)]
-    if data != head + data[len(head) : len(head) + 32] + middle + body + tail:
-        raise CkptCorrupt(f"the {kind} does not have the form of one ({len(data)} bytes)")
-    if data[len(head) : len(head) + 32] != _digest(body):
-        raise CkptCorrupt(f"the {kind} does not have the digest it claims")
-    try:
-        payload = json.loads(body)
-        # Double keys, other blanks, other ways to write a number: none of ours writes them.
-        is_ours = isinstance(payload, dict) and _compact(payload) == body
-    except (ValueError, RecursionError) as error:
-        raise CkptCorrupt(f"the {kind} is no JSON: {error!r:.200}") from error
-    if not is_ours:
-        raise CkptCorrupt(f"the {kind} is JSON of another form than ours")
-    return dict(payload)
-
-
-def _compact(payload: Mapping[str, Any]) -> bytes:
-    return json.dumps(payload, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def _digest(body: bytes) -> bytes:
-    return xxhash.xxh3_128(body).hexdigest().encode("ascii")
+READERS: dict[int, Callable[[dict[str, Any]], Manifest]] = {1: _fields_of_1_and_2, 2: _fields_of_1_and_2}
+"""The reader of each format that was ever written."""
 
 
 def parts_from(found: Any) -> tuple[PartRecord, ...]:
@@ -186,10 +127,9 @@ def parts_from(found: Any) -> tuple[PartRecord, ...]:
 
 def _part(found: Any) -> PartRecord:
     part = _typed(found, dict, "part")
-    _expect_keys(part, ("name", "bytes", "digest", "blocks"), "a part")
+    _expect_fields(part, ("name", "bytes", "digest", "blocks"), "entry of a part")
     name = _typed(part["name"], str, "name of a part")
-    match = _PART.fullmatch(name)
-    if match is None or (match[1] is not None and int(match[1]) >= int(match[2])):
+    if not is_part_name(name):
         raise CkptCorrupt(f"the manifest names the part {name!r:.80}; expected part-<i>-of-<n>.safetensors")
     size = _count(part["bytes"], f"size of {name}")
     blocks = _typed(part["blocks"], list, f"blocks of {name}")
@@ -198,14 +138,14 @@ def _part(found: Any) -> PartRecord:
     for digest in (part["digest"], *blocks):
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise CkptCorrupt(f"the manifest has {digest!r:.80} as a digest in {name}")
-    return PartRecord(name, size, part["digest"], tuple(blocks))
+    return PartRecord(name, size, part["digest"], tuple(blocks), as_read=part)
 
 
 def objects_from(found: Any) -> dict[str, dict[str, Any]]:
     """What a manifest or a rank's record says of registered objects, or `CkptCorrupt`."""
     objects: dict[str, dict[str, Any]] = _typed(found, dict, "objects")
     for name, entry in objects.items():
-        _expect_keys(_typed(entry, dict, name), ("kind", "tree"), name)
+        _expect_fields(_typed(entry, dict, name), ("kind", "tree"), f"entry of {name}")
         _typed(entry["kind"], str, f"kind of {name}")
     return objects
 
@@ -217,12 +157,12 @@ def _typed(value: Any, kind: type[Any], what: str) -> Any:
 
 
 def _count(value: Any, what: str, *, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < _COUNT_MAX:
+    if type(value) is not int or not least <= value < COUNT_MAX:
         raise CkptCorrupt(f"the manifest has {value!r:.80} as {what}; expected an integer of at least {least}")
     return value
 
 
-def _expect_keys(found: Mapping[str, Any], expected: Any, what: str) -> None:
-    if found.keys() != set(expected):
-        missing, more = sorted(set(expected) - found.keys()), sorted(found.keys() - set(expected))
-        raise CkptCorrupt(f"{what:.80} lacks {missing} and has {more!s:.200} too much")
+def _expect_fields(found: Mapping[str, Any], expected: tuple[str, ...], what: str) -> None:
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CkptCorrupt(f"the {what:.80} lacks {', '.join(missing)}")

@@ -1,51 +1,46 @@
 """A part: the tensors of one rank in a file that any reader of .safetensors can open.
 
-Written straight from tensor memory. Each tensor is fetched only when its turn
-comes, and a large one anew for each slice of it: meanwhile the caller may have
-put a copy aside and let the training loop change the live one.
+It is written straight from tensor memory. Each tensor is fetched only when its turn
+comes, and a large one again for each slice: in between the caller may have copied it
+and let the training loop change the live one.
 
-The digest of a piece is taken *before* it is written. So if at the end a tensor
-still has the digest it had then, what lies in the file is what the digest says:
-no change in between can go unseen, unless it was taken back.
+The digest of a piece is taken *before* the piece is written. So if a tensor still has
+that digest at the end, the file holds what the digest says: every change in between is
+seen, unless it was undone.
 
-Read straight into tensor memory, each block verified there. The price: when a
-block is bad, some of the tensors hold already what was read from the file.
+It is read straight into tensor memory, and each block is verified there. The price: when
+a block is bad, some of the tensors already hold what was read.
 """
 
 from __future__ import annotations
 
-import builtins
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
-from migrator.storage.file_io import (
-    BLOCK,
-    Digest,
-    block_count,
-    block_digest,
-    digest_of_blocks,
-    memory,
-    read_all,
-)
-from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed
-from migrator.storage.posix import LocalStorage
 from migrator.ckpt.codec import DTYPES, dtype_name
+from migrator.ckpt.digests import BLOCK, Digest, block_count, block_digest, digest_of_blocks
+from migrator.ckpt.names import file_in, manifest_name
+from migrator.ckpt.part_record import PartRecord
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageForeignError
+from migrator.storage.base import Reader, Storage
 
 ALIGNMENT = 4096
+"""Bytes of a page: the first tensor of a part begins at a multiple of it."""
 GROUP = 64 << 20
-"""A write call gets at least this much where there is that much."""
+"""Bytes that one call writes at least, if there are so many."""
 SLICE = 256 << 20
-"""A tensor larger than this is written in slices."""
+"""Bytes of a tensor that one call writes at most."""
 
-_HEADER_MAX = 100_000_000  # what the safetensors library accepts
+_HEADER_MAX = 100_000_000
+"""Bytes of a header at most: the safetensors library reads no larger one."""
 
 _SAFETENSORS = {
     "float64": "F64",
@@ -64,25 +59,9 @@ _SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""Element types that all readers know. The others are stored as bytes, with their names in the metadata."""
+"""Element types that all readers of .safetensors know. Others are stored as bytes, with their names in the metadata."""
 
 _TYPES = {code: DTYPES[name] for name, code in _SAFETENSORS.items() if name in DTYPES}
-
-
-@dataclass(frozen=True)
-class PartRecord:
-    """What the manifest says of a part."""
-
-    name: str
-    """The file's name inside the ckpt's directory."""
-    bytes: int
-    digest: str
-    blocks: tuple[str, ...]
-    tensor_digests: Mapping[str, builtins.bytes] = field(default_factory=dict, compare=False, repr=False)
-    """Of each tensor as it was written; known to the writer only."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "bytes": self.bytes, "digest": self.digest, "blocks": list(self.blocks)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of a part's tensors and the header that says it."""
+    """The order of a part's tensors, and the header that describes it."""
 
     header: bytes
     places: tuple[Place, ...]
@@ -106,7 +85,7 @@ class Layout:
 
     @staticmethod
     def of(tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Large elements first, so that every tensor is aligned; otherwise in the order given."""
+        """Tensors with large elements first, so that each is aligned; otherwise in the order given."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt", "migrator": "1"}}
         odd: dict[str, str] = {}
         spans: list[tuple[str, torch.Tensor, int, int]] = []
@@ -135,7 +114,7 @@ class Layout:
 
     @staticmethod
     def parse(header: bytes, size: int) -> Layout:
-        """The layout that a whole header (with its length in front) gives a file of `size` bytes."""
+        """The layout of a file of `size` bytes with this header, which begins with its own length."""
         try:
             entries = json.loads(header[8:])
             metadata = entries.pop("__metadata__")
@@ -159,7 +138,7 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def write_part(
-    storage: LocalStorage,
+    storage: Storage,
     name: str,
     tensors: Mapping[str, torch.Tensor] | Mapping[str, Callable[[], torch.Tensor]],
     *,
@@ -168,13 +147,13 @@ def write_part(
 ) -> PartRecord:
     """Write `<ckpt>/<part>`; when this returns, its bytes and its name are durable.
 
-    `before_block` hears the names of the tensors whose bytes go into the next call, before they are
-    fetched; `after_block` the bytes that were written and the bytes there are.
+    `before_block` is called with the names of the tensors of the next write call, before they are fetched;
+    `after_block` with the number of bytes written so far, and of all bytes.
     """
     ckpt, _, part = name.rpartition("/")
     layout = Layout.of({key: _fetched(source) for key, source in tensors.items()})
     digest, tensor_digests = Digest(), _TensorDigests()
-    with storage.write(name) as file:
+    with storage.upload(name) as file:
         front = [memoryview(layout.header)]
         for group in _groups(layout.places) or [[]]:
             if before_block is not None:
@@ -186,43 +165,43 @@ def write_part(
             front = []
             if after_block is not None:
                 after_block(file.bytes, layout.size)
-        if storage.size(f"{ckpt}/manifest.json") is not None:
+        if storage.size(manifest_name(ckpt)) is not None:
             raise SaveFailed(f"the ckpt {ckpt} is committed; its part {part} cannot be written again")
         file.finish()
-    storage.sync_directory(ckpt)
     whole, blocks = digest.finish()
     return PartRecord(part, layout.size, whole, blocks, tensor_digests.done())
 
 
 def read_part(
-    storage: LocalStorage,
+    storage: Storage,
     ckpt: str,
     record: PartRecord,
     homes: Mapping[str, torch.Tensor] | None = None,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a part, every byte verified: in their homes where these fit, else in fresh memory.
+    """All tensors of a part, every byte verified: in their homes where these fit, else in new memory.
 
-    A home fits if it is contiguous, on the CPU, and has the dtype and shape of the stored tensor.
+    A home is the tensor that is to hold the values. It fits if it is contiguous, on the CPU, and has the dtype and
+    shape of the stored tensor.
     """
-    name = f"{ckpt}/{record.name}"
+    name = file_in(ckpt, record.name)
     size = storage.size(name)
     if size is None:
         raise CkptCorrupt(f"{name} is missing; it was there when the ckpt was committed")
     try:
         _check_record(record, size)
-        with storage.open(name) as fd:
-            layout = Layout.parse(_proven_header(fd, record), record.bytes)
+        with storage.open(name) as file:
+            layout = Layout.parse(_proven_header(file, record), record.bytes)
             tensors = {place.name: _home(place, homes or {}) for place in layout.places}
-            _fill(fd, record, layout, tensors, progress)
-    except CkptCorrupt as error:
+            _fill(file, record, layout, tensors, progress)
+    except (CkptCorrupt, StorageForeignError) as error:
         raise CkptCorrupt(f"{name}: {error}") from error
     return tensors
 
 
 class _TensorDigests:
-    """Hands out the pieces of tensors as they are written and remembers their digests."""
+    """The pieces of tensors in the order of writing, and the digests of the tensors."""
 
     def __init__(self) -> None:
         self._digests: dict[str, Any] = {}
@@ -238,7 +217,7 @@ class _TensorDigests:
                     f"and is {live.dtype} of shape {tuple(live.shape)} now; the attempt is of no use"
                 )
             tensor = _on_cpu(live)
-            # What had to be copied is copied once, not for each slice.
+            # A tensor that has to be copied is copied once, not for each slice.
             if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start:
                 self._copies = {place.name: tensor}
         piece = memory(tensor)[start:end]
@@ -250,7 +229,7 @@ class _TensorDigests:
 
 
 def _groups(places: tuple[Place, ...]) -> list[list[tuple[Place, int, int]]]:
-    """What goes into one write call each: (tensor, first byte, last byte + 1) of at least GROUP together."""
+    """What each write call writes: (tensor, first byte, last byte + 1), together at least GROUP bytes."""
     groups: list[list[tuple[Place, int, int]]] = []
     room = 0
     for place in places:
@@ -266,13 +245,13 @@ def _groups(places: tuple[Place, ...]) -> list[list[tuple[Place, int, int]]]:
 
 
 def _fill(
-    fd: int,
+    file: Reader,
     record: PartRecord,
     layout: Layout,
     tensors: Mapping[str, torch.Tensor],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Read and verify all blocks; two threads, as one alone does not keep a disk busy."""
+    """Read and verify all blocks, with two threads: one alone does not keep a disk busy."""
     spans = [(0, len(layout.header), memoryview(bytearray(len(layout.header))))]
     for place in layout.places:
         if place.end > place.start:
@@ -288,7 +267,7 @@ def _fill(
     def block(index: int) -> int:
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffers = list(pieces(begin, end))
-        read_all(fd, buffers, begin)
+        file.read(buffers, begin)
         inside = [place.name for place in layout.places if place.start < end and place.end > begin]
         _check_block(record, index, buffers, inside if begin >= len(layout.header) else ["the header", *inside])
         return end - begin
@@ -306,13 +285,13 @@ def _fill(
             raise
 
 
-def _proven_header(fd: int, record: PartRecord) -> bytes:
-    """The header, after the blocks that hold it were found to be those that were committed."""
+def _proven_header(file: Reader, record: PartRecord) -> bytes:
+    """The header, read from blocks that have been verified."""
     header, size = bytearray(), 8
     for index in range(len(record.blocks)):
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffer = memoryview(bytearray(end - begin))
-        read_all(fd, [buffer], begin)
+        file.read([buffer], begin)
         _check_block(record, index, [buffer], ["the header and the tensors behind it"])
         if index == 0:
             size = 8 + int.from_bytes(buffer[:8], "little")
@@ -345,7 +324,7 @@ def _home(place: Place, homes: Mapping[str, torch.Tensor]) -> torch.Tensor:
     home = homes.get(place.name)
     if home is not None and home.dtype == place.dtype and tuple(home.shape) == place.shape and _is_plain(home):
         return home
-    # By way of bytes: torch warns when it makes a tensor of some of the dtypes it has.
+    # As bytes first: torch warns when it makes a tensor of some dtypes directly.
     try:
         flat = torch.empty(place.end - place.start, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
@@ -373,7 +352,7 @@ def _place(name: str, entry: dict[str, Any], odd: str | None, base: int) -> Plac
 
 
 def _framed(header: bytes) -> bytes:
-    """With its length in front, and blanks behind so that the data starts at a page."""
+    """The header with its length in front, and blanks behind so that the data starts at a page."""
     size = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT
     if size > _HEADER_MAX:
         raise RegistrationError(f"the names of the tensors take {size} bytes; at most {_HEADER_MAX} fit a part")
@@ -407,3 +386,9 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     if _is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, writable, not copied, kept alive by the view."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().data

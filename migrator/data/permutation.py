@@ -1,20 +1,20 @@
-"""The order of an epoch, as a pure function of a position.
+"""The order of an epoch, as a pure function of the position.
 
-A job that comes back on other ranks must go on in the very order it left. A
-list of shuffled indices cannot be kept for 10^12 samples, and the shuffles of
-torch and numpy may change from one version to the next. So the order is never
-made: each position is asked for its sample, and the answer depends on nothing
-but seed, epoch, position and n.
+A job that resumes on other ranks must continue in exactly the same order. A list
+of shuffled indices is too large for 10^12 samples, and the shuffles of torch and
+numpy may change between versions. So the order is never stored: the sample at a
+position is computed from seed, epoch, position and n, and from nothing else.
 
-The answers are frozen by golden vectors: a change here that moves a single one
-breaks the ckpts of every job that is in mid-epoch.
+The results are frozen by golden vectors: if a change here moves a single result,
+the ckpts of all jobs in mid-epoch become wrong.
 
-Up to `TABLE` samples the order is a sort of random words. Above, it is a
-Feistel network over the next power of two; what falls outside n goes through it
-again until it falls inside (cycle walking), which keeps it one-to-one.
+Up to `TABLE` samples the order is a sort of random words. Above that, it is a
+Feistel network over the next power of two; a result outside n goes through the
+network again until it is inside (cycle walking), which keeps the mapping
+one-to-one.
 
-The price: above `TABLE` the order is not a draw from all n! orders, only one
-that ordinary statistics cannot tell from it. It is no cryptography.
+The price: above `TABLE` the order is not drawn from all n! orders; common
+statistical tests do not show the difference. It is not cryptography.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGEST = 2**62
+"""Maximum number of samples."""
 TABLE = 4096
+"""Maximum number of samples whose order is a sorted table."""
 ROUNDS = 12
+"""Number of rounds of the Feistel network."""
 
 Words = NDArray[np.uint64]
 
@@ -39,9 +42,9 @@ def permutation(seed: int, epoch: int, position: int, n: int) -> int: ...
 @overload
 def permutation(seed: int, epoch: int, position: NDArray[np.integer[Any]], n: int) -> NDArray[np.int64]: ...
 def permutation(seed: int, epoch: int, position: int | NDArray[np.integer[Any]], n: int) -> int | NDArray[np.int64]:
-    """Return which of n samples stands at `position` of the epoch's order: one number, or an array of them.
+    """Return the index of the sample at `position` in the order of the epoch: one number, or an array of numbers.
 
-    `seed` and `epoch` may be any integers, negative or huge; every pair has an order of its own.
+    `seed` and `epoch` may be any integers, negative or huge; each pair has its own order.
     """
     seed, epoch, n = operator.index(seed), operator.index(epoch), operator.index(n)
     if not 1 <= n <= LARGEST:
@@ -54,7 +57,7 @@ def permutation(seed: int, epoch: int, position: int | NDArray[np.integer[Any]],
         raise TypeError(f"position is an array of {position.dtype}, expected integers: use .astype('int64')")
     if position.size:
         _check_range(int(position.min()), int(position.max()), n)
-    # One dimension throughout: numpy warns of overflow in the scalars that arrays without one decay to.
+    # With at least one dimension: without one, results are numpy scalars, for which numpy warns of overflow.
     flat = position.reshape(-1).astype(np.uint64)
     return _samples(seed, epoch, flat, n).astype(np.int64).reshape(position.shape)
 
@@ -94,7 +97,7 @@ def _scrambled(seed: int, epoch: int, n: int, values: Words) -> Words:
 
 
 def _mixed(words: Words) -> Words:
-    """Let every bit of a word depend on every other (the finalizer of splitmix64)."""
+    """Make each bit of a word depend on all its bits (the finalizer of splitmix64)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -102,7 +105,7 @@ def _mixed(words: Words) -> Words:
 
 @lru_cache(maxsize=16)
 def _words(seed: int, epoch: int, n: int, count: int) -> Words:
-    """As many random words as wanted that belong to these three numbers alone."""
+    """`count` random words that depend only on seed, epoch and n."""
     # Hexadecimal, since Python refuses to print a huge integer in decimal.
     text = f"migrator {seed:x} {epoch:x} {n:x}".encode()
     return np.frombuffer(hashlib.shake_128(text).digest(8 * count), dtype="<u8").astype(np.uint64)

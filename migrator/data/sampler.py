@@ -1,17 +1,16 @@
-"""Which samples a rank trains, so that a stop in mid-epoch loses and repeats none.
+"""The samples that a rank trains, chosen so that a stop in mid-epoch loses and repeats none.
 
-The epoch has one order for the whole job, and one number says how far all ranks
-together have come in it: the cursor. Rank r of w takes the positions cursor + r,
-cursor + r + w and so on, so a global batch is a contiguous run of positions on
-any number of ranks, and the state fits any number of ranks, loader workers and
-any batch size.
+The epoch has one order for the whole job. The cursor is the number of samples that
+all ranks together have trained. Rank r of w takes the positions cursor + r,
+cursor + r + w and so on, so a global batch is a contiguous range of positions, and
+the state is valid for any number of ranks and loader workers and any batch size.
 
-The cursor says what was trained, not what was handed out: iterating leaves it
-alone, since loader workers fetch ahead. `migrator.batches()` moves it; a loop
-without that calls `advance()` itself.
+The cursor counts samples that were trained, not samples that were yielded: iterating
+does not change it, because loader workers fetch ahead. `migrator.batches()` advances
+it; a loop without `batches()` calls `advance()` itself.
 
-The price: ranks must take equally many samples, so at an epoch's very end up to
-one less than the number of ranks are handed out twice, or left out (`drop_last`).
+The price: all ranks must take the same number of samples. So at the end of an epoch
+up to (number of ranks - 1) samples are yielded twice, or left out (`drop_last`).
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from typing import Any, SupportsIndex
 import numpy as np
 from torch.utils.data import Sampler
 
-from migrator.errors import UsageError
 from migrator.data.permutation import LARGEST, permutation
+from migrator.errors import UsageError
 
 CHUNK = 1024
+"""Number of samples whose order is computed at a time."""
 
 _ADVICE = {
     "length": "pass data that has a len(), or the number of its samples",
@@ -40,10 +40,10 @@ _ADVICE = {
 
 
 class ElasticSampler(Sampler[int]):
-    """A sampler for any number of ranks whose epoch can be left and entered again anywhere.
+    """A sampler for any number of ranks whose epoch can be left at any position and resumed there.
 
-    `rank` and `size` are for those who place ranks themselves; without them they are asked of
-    `torch.distributed` whenever they are needed, so the sampler may be made before the process group.
+    `rank` and `size` are for scripts that place ranks themselves. Without them the sampler asks
+    `torch.distributed` each time it needs them, so it may be made before the process group.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class ElasticSampler(Sampler[int]):
         self._seed = _whole("seed", seed)
         self._shuffle = shuffle
         self._drop_last = drop_last
-        # One attribute for both: a thread that asks for the state never sees a new epoch with an old cursor.
+        # One attribute for both, so that another thread never sees a new epoch with an old cursor.
         self._at = (0, 0)
         self._resumed = False
         self._begun = False
-        """The next iteration is the one that trains."""
+        """`begin()` was called: the next iteration is the one that trains."""
         self.advanced_by_itself = False
-        """Whether the last `begin()` went on to the next epoch because nobody called `set_epoch()`."""
+        """Whether the last `begin()` went on to the next epoch because the script did not call `set_epoch()`."""
 
     @property
     def epoch(self) -> int:
@@ -90,33 +90,33 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def seed(self) -> int:
-        """What, with the epoch, decides the order."""
+        """The seed. Together with the epoch it determines the order."""
         return self._seed
 
     @property
     def length(self) -> int:
-        """How many samples an epoch has."""
+        """Number of samples in an epoch."""
         return self._length
 
     @property
     def size(self) -> int:
-        """How many ranks share the epoch now."""
+        """Number of ranks that share the epoch now."""
         return self._place()[1]
 
     def __len__(self) -> int:
-        """Samples per rank of the whole epoch, wherever the cursor is."""
+        """Samples per rank in the whole epoch, no matter where the cursor is."""
         return self._per_rank(self._length, self.size)
 
     def left(self) -> int:
-        """Samples per rank from the cursor to the end of the epoch: what an iteration would yield."""
+        """Samples per rank from the cursor to the end of the epoch."""
         return self._per_rank(self._length - self.cursor, self.size)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's samples from the cursor to the end of the epoch, if `begin()` or a load came before.
+        """Yield this rank's samples from the cursor to the end of the epoch, after `begin()` or a load.
 
-        Else all of the epoch: somebody looks at the data, and the cursor is not his.
+        Otherwise yield all samples of the epoch: the script only looks at the data, so the cursor does not apply.
         """
-        # Read here, not at the first `next()`: what happens in between belongs to the next iteration.
+        # Read here and not at the first `next()`: changes in between belong to the next iteration.
         rank, size = self._place()
         epoch, cursor = self._at
         if not self._begun and not self._resumed:
@@ -127,19 +127,19 @@ class ElasticSampler(Sampler[int]):
     def _samples(self, seed: int, epoch: int, positions: range) -> Iterator[int]:
         for start in range(0, len(positions), CHUNK):
             run = positions[start : start + CHUNK]
-            # Padding: a position past the end is one from the beginning of the same order.
+            # Padding: positions after the end start again at the beginning of the same order.
             chunk = np.arange(run.start, run.stop, run.step, dtype=np.int64) % self._length
             if self._shuffle:
                 chunk = permutation(seed, epoch, chunk, self._length)
             yield from chunk.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; in the epoch that was resumed or is half trained the cursor stays."""
+        """Go to the start of `epoch`. If it is the epoch that was resumed or is partly trained, the cursor stays."""
         epoch = _whole("epoch", epoch, 0)
         if self._resumed and epoch < self.epoch:
             raise UsageError(
-                f"set_epoch({epoch}) right after a load that stands in epoch {self.epoch}: epochs already trained "
-                "would be trained again. Begin the loop there: for epoch in range(sampler.epoch, epochs)."
+                f"set_epoch({epoch}) right after a load in epoch {self.epoch}: epochs that were already trained "
+                "would be trained again. Start the loop there: for epoch in range(sampler.epoch, epochs)."
             )
         if epoch == self.epoch and (self._resumed or not self._finished()):
             return
@@ -149,8 +149,8 @@ class ElasticSampler(Sampler[int]):
     def begin(self) -> int:
         """Set the cursor for an iteration that starts now, and return it.
 
-        Only the first iteration after a load goes on in mid-epoch. A finished epoch is followed by
-        the next one even where `set_epoch()` is never called: the same order again would teach less.
+        Only the first iteration after a load continues in mid-epoch. After a finished epoch the next one begins, even
+        if the script never calls `set_epoch()`: repeating the same order would train less well.
         """
         self.advanced_by_itself = not self._resumed and self._finished()
         if not self._resumed:
@@ -161,35 +161,35 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def is_resumed(self) -> bool:
-        """The next iteration goes on in the middle of the epoch that was loaded."""
+        """The next iteration continues the loaded epoch at its cursor."""
         return self._resumed
 
     def resume_again(self) -> None:
-        """The iteration after a load was only a look at the data: the next one goes on in mid-epoch."""
+        """The iteration after the load only looked at the data, so the next one continues in mid-epoch."""
         self._resumed = True
 
     def advance(self, samples: int) -> None:
-        """Note that all ranks together have trained so many more samples, padding included."""
+        """Note that all ranks together have trained `samples` more samples, padding included."""
         epoch, cursor = self._at
         self._at = (epoch, min(self._length, cursor + _whole("samples", samples, 0)))
 
     def finish(self) -> None:
-        """Note that the loader came to its end: what its own `drop_last` left out will not come."""
+        """Note that the loader has ended: the samples that its `drop_last` left out will not come."""
         self._at = (self.epoch, self._length)
 
     def padding(self, size: int | None = None, cursor: int | None = None) -> int:
-        """How many samples the rest of the epoch hands out twice; below zero: how many it leaves out."""
+        """Number of samples that are yielded twice in the rest of the epoch; negative: number of samples left out."""
         size = self.size if size is None else _whole("size", size, 1)
         cursor = self.cursor if cursor is None else _whole("cursor", cursor, 0, self._length)
         return self._end(cursor, size) - self._length
 
     def state_dict(self) -> dict[str, int]:
-        """The same on all ranks; fits any number of ranks and workers and any batch size."""
+        """The state: equal on all ranks, valid for any number of ranks and workers and any batch size."""
         epoch, cursor = self._at
         return {"seed": self._seed, "epoch": epoch, "cursor": cursor, "length": self._length}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, in its order: its seed takes the place of this one's."""
+        """Continue where `state` was taken, in the same order: its seed replaces the seed of this sampler."""
         if not isinstance(state, Mapping):
             raise TypeError(f"the state is a {type(state).__name__}, expected what state_dict() returned")
         if problems := self.problems(state):
@@ -199,7 +199,7 @@ class ElasticSampler(Sampler[int]):
         self._resumed = True
 
     def problems(self, state: Mapping[str, Any]) -> list[str]:
-        """Why a state does not fit this sampler; nothing if it does."""
+        """Reasons why a state does not fit this sampler; empty if it fits."""
         expected = set(self.state_dict())
         if set(state) != expected:
             found = ", ".join(sorted(map(repr, state))) or "none"
@@ -213,8 +213,8 @@ class ElasticSampler(Sampler[int]):
                 problems.append(str(problem))
         if state["length"] != self._length:
             problems.append(
-                f"length is {state['length']!r} there, {self._length} here: the data changed, so what is "
-                "left of the epoch is unknown; give back the old data, or start anew: MIGRATOR_RESUME=never"
+                f"length is {state['length']!r} there, {self._length} here: the data changed, so the "
+                "rest of the epoch is unknown; use the old data, or start anew: MIGRATOR_RESUME=never"
             )
         return problems
 
@@ -236,11 +236,12 @@ class ElasticSampler(Sampler[int]):
         return 0, 1
 
     def _finished(self) -> bool:
-        """Whether the epoch was begun and this number of ranks finds nothing left in it."""
+        """Whether the epoch was begun and has no samples left for this number of ranks."""
         return self.cursor > 0 and self.left() == 0
 
     def _end(self, cursor: int, size: int) -> int:
-        """The position before which the ranks stop: not always the length, as all take equally many."""
+        """The position at which the ranks stop. It may differ from the length, because all ranks take the same
+        number."""
         return cursor + size * self._per_rank(self._length - cursor, size)
 
     def _per_rank(self, samples: int, size: int) -> int:
@@ -248,8 +249,8 @@ class ElasticSampler(Sampler[int]):
 
 
 def _whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return `value` if it is a whole number within its bounds; say what is wrong with it if not."""
-    # True is a whole number to Python; here it is an argument in the wrong place.
+    """Return `value` if it is a whole number within its bounds, else raise an error that says what is wrong."""
+    # In Python True is a whole number; here it is a mistake.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is {value!r}, expected a whole number: {_ADVICE[name]}")
     number = operator.index(value)

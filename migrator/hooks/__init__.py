@@ -1,9 +1,8 @@
-"""The preStop and postStart scripts of the pod, to be copied into an image.
+"""The preStop and postStart scripts of the pod, and a command that copies them into an image.
 
-They are shell and need nothing of this package, but they have to be of the same
-version as the trainer they talk to, so they travel with it: a line in a
-Dockerfile, `RUN python -m migrator.hooks /hooks`, takes them from what pip
-installed. Nothing heavy is imported for that.
+The scripts need only a shell, but they must have the same version as the trainer.
+So they are part of the package, and a line in a Dockerfile copies them from what pip
+installed: `RUN python -m migrator.hooks /hooks`. This does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ SCRIPTS = ("preStop.sh", "postStart.sh")
 
 
 def copy_to(directory: str | os.PathLike[str]) -> list[Path]:
-    """Put the scripts into `directory`, made if it is missing, and return where they are."""
+    """Copy the scripts into `directory`, which is made if it is missing, and return their paths."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise SettingsError(f"{target} is a file; name a directory for the hooks, for example /hooks")
@@ -36,7 +35,7 @@ def _text(name: str) -> bytes:
 
 
 def _put(path: Path, text: bytes) -> Path:
-    # A hook that is running reads its script as it goes: it must not be changed under it.
+    # A shell reads its script while it runs, so a script must be replaced as a whole and not rewritten.
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.write_bytes(text)
     aside.chmod(0o755)

@@ -1,4 +1,4 @@
-"""`python -m migrator.hooks DIR` copies the hooks there, ready to be run."""
+"""`python -m migrator.hooks DIR` copies the hooks into a directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from migrator.hooks import SCRIPTS, copy_to
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 1 with the reason on stderr."""
+    """Returns the exit code: 0, or 1 with the reason on stderr."""
     parser = argparse.ArgumentParser(
         prog="python -m migrator.hooks", description=f"Copies {' and '.join(SCRIPTS)} into a directory."
     )

@@ -1,0 +1,7 @@
+"""From a notice to the end of the process: the deadline, the outcome of the last save, the exit code.
+
+Entry: `leaving.Leaving`.
+Imports: the leaves, `platform`, `notice`.
+Never here: how a save is made. `save` reads the deadline here and hands over the outcome.
+Next of its kind: another reason to delay the exit is a method of `Leaving`; another exit code goes to `exit_code.py`.
+"""

@@ -1,16 +1,17 @@
-"""With which code the process ends when its script ends by itself after a notice.
+"""The exit code of a process whose script ends by itself after a notice.
 
-Operators take exit code 0 for finished work. A script that hears of the notice
-itself, by a SIGTERM handler of its own, leaves its loop early and ends with 0. Its
-work is not done, so the code has to be the one that means: start me again.
+Training operators take exit code 0 for finished work. A script with a SIGTERM
+handler of its own may leave its loop early and end with 0. Its work is not finished,
+so the process has to end with the code that requests a restart.
 
-Python tells nobody with which code it is about to end. Wrapping `sys.exit` is not
-enough: in `sys.exit(main())` the function is looked up before `main()` runs. So from
-the notice on the script's outermost frame is traced for exceptions, and only that one.
-The price: every call of a Python function costs the main thread a fraction of a
-microsecond more from the notice to the end, and under a debugger nothing is seen.
+Python offers no way to ask with which code it is about to end. Wrapping `sys.exit` is
+not enough: in `sys.exit(main())` the function is looked up before `main()` runs. So
+from the notice on, the outermost frame of the script is traced for exceptions, and
+only this frame. The price: from the notice to the end, each call of a Python function
+in the main thread takes a fraction of a microsecond longer; and under a debugger the
+code is not seen.
 
-The code itself is changed at the very end of the process. `os._exit()` in an exit
+The exit code is changed at the very end of the process. `os._exit()` in an exit
 handler would skip all exit handlers that were registered earlier, and the output
 that they flush.
 """
@@ -33,11 +34,11 @@ class ScriptEnd:
     def __init__(self) -> None:
         self._frame: FrameType | None = None
         self._code: object = 0
-        # Kept here: the interpreter calls it later, through a plain pointer.
+        # Referenced here, because the interpreter calls it later through a plain pointer.
         self._begin = _in_main_thread(self._trace_script)
 
     def watch(self) -> None:
-        """From now on the code is noted. Any thread; once is enough."""
+        """From now on note the code. Any thread; further calls do nothing."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         names = getattr(sys.modules.get("__main__"), "__dict__", None)
         while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is names):
@@ -45,7 +46,7 @@ class ScriptEnd:
         if self._frame is not None or frame is None:
             return
         self._frame = frame
-        # Tracing can be switched on for the calling thread only.
+        # `sys.settrace` works for the calling thread only.
         if threading.current_thread() is threading.main_thread():
             self._trace_script(None)
         else:
@@ -63,16 +64,16 @@ class ScriptEnd:
 
     @property
     def is_zero(self) -> bool:
-        """As far as can be seen the process is about to end with 0."""
-        leaving = sys.exc_info()[1]  # a child of multiprocessing: its finalizers run while the exception is handled
+        """As far as is known, the process is about to end with 0."""
+        leaving = sys.exc_info()[1]  # in a child of multiprocessing finalizers run while the exception is handled
         if leaving is not None:
             return isinstance(leaving, SystemExit) and _is_zero(leaving.code)
         if self._frame is not None and _has_returned(self._frame):
-            return True  # what was noted was caught
+            return True  # the script caught the exception that was noted
         return _is_zero(self._code)
 
     def close(self) -> None:
-        """Note nothing any more. May be called twice."""
+        """Stop tracing. May be called twice."""
         if self._frame is not None:
             if sys.gettrace() is _trace_no_call:
                 sys.settrace(None)
@@ -89,18 +90,18 @@ def _is_zero(code: object) -> bool:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """The frame came to its end; it was not left by an exception."""
+    """The frame has returned; it was not left by an exception."""
     return frame.f_lasti >= 0 and dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
 
 
 def end_with(code: int) -> bool:
-    """Let the process end as it would, but with this code. False: the C library offers no way."""
+    """Let the process end in the normal way, but with this code. False: the C library does not support it."""
     try:
         libc = ctypes.CDLL(None)
         register, leave, flush = (getattr(libc, name) for name in ("__cxa_atexit", "_exit", "fflush"))
     except (OSError, AttributeError):
         return False
     register.argtypes = (ctypes.c_void_p,) * 3
-    # What is registered last is called first: flush C's own streams, then end.
+    # The function registered last runs first: flush the streams of C, then end.
     is_set = register(ctypes.cast(leave, ctypes.c_void_p), code, None) == 0
     return bool(is_set and register(ctypes.cast(flush, ctypes.c_void_p), None, None) == 0)

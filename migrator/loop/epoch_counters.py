@@ -1,4 +1,4 @@
-"""What scripts keep in local variables, and would lose at a resume: the number of the epoch, sums over an epoch.
+"""Numbers that scripts keep in local variables and would lose at a resume: the epoch, and sums over an epoch.
 
 An epoch counter is a part of the loop's state, so it needs no `register()`. A meter
 is an object like any other that is registered.
@@ -18,8 +18,8 @@ from migrator.errors import UsageError
 class Meter:
     """A sum and a count that are part of every ckpt: `migrator.meter("loss")` makes one.
 
-    There is no `reset()`: at the beginning of an epoch it would throw away what was just loaded. At the
-    end of an epoch `take()` gives the mean and begins anew.
+    There is no `reset()`, because at the beginning of an epoch it would throw away what was just loaded. Call
+    `take()` at the end of an epoch: it returns the mean and begins anew.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Meter:
         self._count = 0
 
     def add(self, value: float | torch.Tensor, count: int = 1) -> None:
-        """Add the mean of so many samples. A tensor on a device is waited for, as by `item()`."""
+        """Add the mean of `count` samples. A tensor on a device is waited for, as `item()` does."""
         number = float(value.item() if isinstance(value, torch.Tensor) else value)
         self._sum += number * count
         self._count += count
@@ -44,21 +44,21 @@ class Meter:
 
     @property
     def mean(self) -> float:
-        """The sum by the count; nan if nothing was added."""
+        """The sum divided by the count; nan if nothing was added."""
         return self._sum / self._count if self._count else float("nan")
 
     def take(self) -> float:
-        """The mean, and begin anew."""
+        """Return the mean and begin anew."""
         mean = self.mean
         self._sum, self._count = 0.0, 0
         return mean
 
     def state_dict(self) -> dict[str, Any]:
-        """What a ckpt holds of it."""
+        """The sum and the count."""
         return {"sum": self._sum, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Go on from `state`."""
         self._sum, self._count = float(state["sum"]), int(state["count"])
 
 
@@ -68,12 +68,12 @@ class Count:
 
     epoch: int
     is_over: bool = False
-    """It was left, and the script went on to another one: no further epoch of it is wanted."""
+    """The loop was left and the script went on to another one: it wants no further epoch of this one."""
     is_live: bool = False
 
 
 class EpochCounters:
-    """All `migrator.epochs()` of a life, by name."""
+    """All `migrator.epochs()` of a session, by name."""
 
     def __init__(self) -> None:
         self._noted: dict[str, Count] = {}
@@ -90,12 +90,12 @@ class EpochCounters:
         return tuple((name, count.epoch) for name, count in self._noted.items() if count.is_live) or None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """What a ckpt holds, perhaps nothing."""
+        """Go on from the `state()` in a ckpt; it is empty if the ckpt has none."""
         self._loaded = {name: Count(found["epoch"], found["is_over"]) for name, found in state.items()}
         self._noted = dict(self._loaded)
 
     def begin(self, name: str, start: int | None, *, is_stopped: bool) -> Count:
-        """A loop over epochs begins; where it stands."""
+        """A loop over epochs begins; returns the epoch it begins with."""
         if name in self._begun:
             raise UsageError(
                 f"epochs(..., name={name!r}): there was a loop of this name in this life already, and a resume could "
@@ -108,11 +108,11 @@ class EpochCounters:
                 "not: migrator.epochs(10, start=sampler.epoch)."
             )
         for other in self._begun:
-            # How it was left (by `break`, by an exception that was caught) does not matter: the script has gone on.
-            # But one that stops because of a notice wants the other epochs in its next life.
+            # It does not matter how it was left (by `break`, by an exception that was caught): the script has gone
+            # on. But a script that stops because of a notice still wants the other epochs in its next life.
             self._noted[other].is_over |= not (self._noted[other].is_live or is_stopped)
         self._begun.add(name)
-        # Without a ckpt there is nothing to begin behind.
+        # Without a ckpt the first epoch is 0.
         first = start if self._loaded is not None and not self._loaded else None
         return self._noted.setdefault(name, Count(first or 0))
 

@@ -1,52 +1,31 @@
-"""`batches()`: the training loop's own line, where safe points come from.
+"""One iteration over one loader, followed so that a resume goes on after the last batch that was trained.
 
-Each time the loop asks for the next batch, the one before is finished. If an
-optimizer stepped since the last safe point, that moment is one: everything the
-loop would need to start again there is whole. Batches between two steps
-(accumulation) belong together without anybody saying so, and the cursor moves
-by what the loop was handed, never by what loader workers have fetched ahead.
-
-A loop that is left by `break` is over. One that is left by an exception is not,
-and the iteration it was in is no safe point.
-
-Only the first live `batches()` makes safe points; one inside it (an evaluation)
-hands its batches through. A loader whose sampler is an `ElasticSampler` starts in
-the middle of its epoch. Any other loader is started as its epoch was started, with
-the same random state, and the batches already trained are drawn again and dropped.
+A loader whose sampler is a registered `ElasticSampler` starts in the middle of its epoch. Any
+other loader is started as its epoch was started, with the same random state, and the batches
+that were trained already are drawn again and dropped.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
-from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from migrator.platform import script_frames as frames
-from migrator.state import random_state as randomness
-from migrator.loop import loader_state as replay
-from migrator.loop.wrapping_iterators import SIDE_BY_SIDE, Between
+from migrator.data.sampler import ElasticSampler
 from migrator.errors import UsageError
 from migrator.events import log
+from migrator.loop import worker_seeds
+from migrator.loop.drawn_order import DrawnOrder
+from migrator.loop.fingerprint import fingerprint
+from migrator.loop.generators import restore_generators, state_of
+from migrator.loop.loader_state import LoaderState
 from migrator.loop.position import Label, Place
-from migrator.data.sampler import ElasticSampler
+from migrator.platform import script_frames
+from migrator.state import random_state
 
-Batch = TypeVar("Batch")
-
-_NO_SECOND_START = (
-    "batches(...) was given a {}, which can be iterated only once, so it could not be started again on resume. "
-    "Give it the loader itself: enumerate(migrator.batches(loader))."
-)
-_SIDE_THREAD = (
-    "batches(loader) is iterated in the thread {!r}. A finished batch is a safe point only where it is trained: "
-    "iterate it in the main thread, and fetch ahead inside the loader (num_workers, prefetch_factor)."
-)
 _RESUMES_ITSELF = (
     "batches(loader): the loader is registered and goes on in mid-epoch by itself, so its batches would be skipped "
     "twice. Do not register the loader; batches() follows it."
@@ -54,18 +33,18 @@ _RESUMES_ITSELF = (
 
 
 class Training(Protocol):
-    """What the loop needs of the rest."""
+    """What a loop needs of the safe points."""
 
     @property
     def is_leaving(self) -> bool: ...
 
     @property
-    def has_news(self) -> bool:
-        """SIGTERM came, even if it has not got about yet."""
+    def has_notice(self) -> bool:
+        """A notice came. True at once after SIGTERM, even if the watcher has not read of it yet."""
 
     @property
     def epoch(self) -> object:
-        """What `migrator.epochs()` counts; None if it is not used."""
+        """The epochs that `migrator.epochs()` counts; None if it is not used."""
 
     @property
     def has_unsaved(self) -> bool:
@@ -73,205 +52,34 @@ class Training(Protocol):
 
     @property
     def is_decided(self) -> bool:
-        """The process leaves, and nothing is left to lose."""
+        """The process is leaving, and the outcome of its last save is known."""
 
     def handing_out(self) -> None:
         """The loop gets its next batch."""
 
     def boundary(self) -> None:
-        """The loop stands between two batches; a safe point if something stepped."""
+        """The loop stands between two batches: a safe point if an optimizer stepped."""
 
     def entered(self, *, is_new_round: bool) -> None:
-        """A loop begins: a safe point, if anything was trained and nothing of it would be done again."""
+        """A loop begins: a safe point if something was trained, and if a resume from here repeats none of it."""
 
     def left_early(self, *, at_will: bool | None) -> bool:
-        """The loop was left inside a batch: by `break`, by an exception, or nobody knows. Whether it is over."""
+        """The loop was left inside a batch; returns whether it is over.
+
+        `at_will`: True after `break`, False after an exception, None if it cannot be known.
+        """
 
     def park(self) -> None:
-        """Stay until the state is safe, then leave; returns if that takes another safe point."""
+        """Wait until the state is saved, then leave. Returns if another safe point is needed for that."""
 
     def park_for_good(self) -> NoReturn:
-        """The same, when there can be no further safe point."""
+        """The same where no other safe point can come."""
 
     def body_mark(self) -> object:
-        """Changes whenever a step or a backward pass happened."""
+        """Changes with each step and each backward pass."""
 
 
-class Batches(Generic[Batch]):
-    """What `batches(loader)` returns: iterates as the loader does, and `len()` is the whole epoch."""
-
-    def __init__(self, loader: Any, loops: Loops, called: tuple[str | None, tuple[str, str]]) -> None:
-        self._loader = loader
-        self._loops = loops
-        self._called = called
-        self.done = 0
-        """How many batches of the epoch are behind the loop: inside it, the index of the batch at hand."""
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Batch]:
-        held: list[Any] = []
-        iterator = self._loops.iterate(self._loader, self, self._called, held)
-        held.append(weakref.ref(iterator))
-        return iterator
-
-    def __getattr__(self, name: str) -> Any:
-        # The loader's `dataset`, `sampler`, `batch_size` and whatever else scripts read there.
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self._loader, name)
-
-
-class Loops:
-    """All `batches()` of a life; at most one of them makes safe points at a time."""
-
-    def __init__(self, training: Training, place: Place, registered: Mapping[str, Any]) -> None:
-        self._training = training
-        self._place = place
-        self.registered = registered
-        self._live: _Loop | None = None
-        self._has_warned = False
-        self._looked_around: set[str] = set()
-        self._start_late: set[str] = set()
-        """Loops with an `enumerate` that does not begin at 0: perhaps each time at another number."""
-        self._call_script: set[str] = set()
-        """Loops that functions of the script's stand around."""
-        self.is_fetching = False
-        """A loader is asked for its iterator or a batch, on behalf of the live loop."""
-
-    def batches(self, loader: Any, name: str | None) -> Batches[Any]:
-        return Batches(loader, self, (name, frames.place_in_script(sys._getframe())))
-
-    def iterate(
-        self, loader: Any, batches: Batches[Any], called: tuple[str | None, tuple[str, str]], held: list[Any]
-    ) -> Iterator[Any]:
-        """The generator behind one `for`; `called`: by which name, and where; `held` is a way to it itself."""
-        if threading.current_thread() is not threading.main_thread():
-            raise UsageError(_SIDE_THREAD.format(threading.current_thread().name))
-        if self._live is not None:
-            yield from self._inner(self._live, loader, batches)
-            return
-        if _is_one_shot(loader):
-            raise UsageError(_NO_SECOND_START.format(type(loader).__name__))
-        loop = self._live = _Loop(loader, self._training, self._place, self.registered, called)
-        # From here to the end of this block, whatever way it is left, the loop is the live one.
-        try:
-            yield from self._run(loop, batches, held)
-        finally:
-            self._live = None
-            loop.end(may_end_workers=self._training.is_decided)
-
-    def _inner(self, outer: _Loop, loader: Any, batches: Batches[Any]) -> Iterator[Any]:
-        """A loop inside another one, an evaluation for example, is not ours to follow."""
-        before = outer.batches_handed
-        for done, batch in enumerate(loader):
-            if outer.batches_handed != before and self._live is outer:
-                raise UsageError(SIDE_BY_SIDE)
-            batches.done = done
-            yield batch
-
-    @property
-    def is_live(self) -> bool:
-        """A loop that makes safe points is under way."""
-        return self._live is not None
-
-    def _run(self, loop: _Loop, batches: Batches[Any], held: list[Any]) -> Iterator[Any]:
-        training = self._training
-        at = frames.loop_in_script(sys._getframe())
-        with self._fetching():
-            loop.start(at)
-        self._look_around(loop, held[0]())
-        mark, unused = training.body_mark(), 0
-        while True:
-            if training.is_leaving:
-                training.park()
-            try:
-                with self._fetching():
-                    batch = next(loop.iterator)
-            except StopIteration:
-                loop.over()
-                batches.done = loop.batches_done
-                return
-            except Exception as error:
-                # Loader workers die with the process group when the pod is stopped. That is no failure of the run.
-                if not training.has_news:
-                    raise
-                log("loader_error_swallowed", level=logging.WARNING, error=error)
-                training.park_for_good()
-            batches.done = loop.batches_done
-            loop.handed()
-            training.handing_out()
-            took = frames.takers(sys._getframe())
-            try:
-                yield batch
-            except GeneratorExit:
-                may_end = loop.label.text not in self._call_script
-                at_will = frames.is_left_at_will(sys._getframe(), took=took, may_end=may_end)
-                loop.left(is_over=training.left_early(at_will=at_will))
-                raise
-            training.boundary()
-            now = training.body_mark()
-            unused += now == mark
-            if unused and not self._has_warned and (loop.has_stepped or self._trains()):
-                self._warn_unused()
-            mark = now
-
-    @contextlib.contextmanager
-    def _fetching(self) -> Iterator[None]:
-        self.is_fetching = True
-        try:
-            yield
-        finally:
-            self.is_fetching = False
-
-    def _look_around(self, loop: _Loop, iterator: Any) -> None:
-        """What stands between this iteration and the script's loop: may it, and does it know where we are?"""
-        label = loop.label.text
-        if label in self._looked_around and not loop.batches_done and label not in self._start_late:
-            return
-        self._looked_around.add(label)
-        between = Between(iterator, sys._getframe())
-        if any(between.starts):
-            self._start_late.add(label)
-        if between.calls_script:
-            self._call_script.add(label)
-        between.check()
-        if loop.batches_done:
-            between.go_on_at(loop.batches_done, loop.starts)
-        else:
-            loop.starts = between.starts
-
-    def count_current(self) -> None:
-        """At a safe point: what was handed out is trained."""
-        if self._live is not None:
-            self._live.count()
-
-    @property
-    def has_trained(self) -> bool:
-        """The live loop has made a safe point."""
-        return self._live is not None and self._live.has_stepped
-
-    def leave_live(self) -> None:
-        """The live loop was left by `break`: it is over."""
-        if self._live is not None:
-            self._live.leave()
-
-    def _trains(self) -> bool:
-        return any(isinstance(target, nn.Module) and target.training for target in self.registered.values())
-
-    def _warn_unused(self) -> None:
-        self._has_warned = True
-        log(
-            "batch_unused",
-            level=logging.WARNING,
-            means="two batches were taken from migrator.batches() with neither a backward pass nor a step in between; "
-            "if the loop looks ahead, the batch it holds back counts as trained and would be missing after a resume: "
-            "train each batch before taking the next",
-        )
-
-
-class _Loop:
+class FollowedLoop:
     """One iteration over one loader."""
 
     def __init__(
@@ -285,7 +93,7 @@ class _Loop:
         self._loader = loader
         self._training = training
         self._place = place
-        self._generators = {n: target for n, target in registered.items() if randomness.is_generator(target)}
+        self._generators = {n: target for n, target in registered.items() if random_state.is_generator(target)}
         found = _elastic_sampler(loader, registered)
         self._sampler = None if found is None else registered[found]
         if callable(getattr(loader, "load_state_dict", None)) and any(loader is t for t in registered.values()):
@@ -295,11 +103,11 @@ class _Loop:
             name=called[0],
             sampler=found,
             site=called[1],
-            is_by_hand=frames.is_asked_by_hand(sys._getframe()),
+            is_by_hand=script_frames.is_asked_by_hand(sys._getframe()),
         )
-        self._makers = replay.Makers(loader)
+        self._loader_state = LoaderState(loader)
         self._before = 0
-        """Batches of this epoch that an earlier life trained, of a loader whose sampler goes on by itself."""
+        """Batches of this epoch that an earlier life trained; only for a loader with an `ElasticSampler`."""
         self._handed = 0
         self._counted = 0
         self._batch_size = getattr(loader, "batch_size", None) or 1
@@ -308,31 +116,34 @@ class _Loop:
         self._goes_on_after_load = False
         self._at = ""
         self._began_in = -1
-        """The sampler's epoch."""
+        """The sampler's epoch at the start of this iteration."""
         self._batches_left = 0
         self._state: dict[str, Any] = {}
         self.iterator: Iterator[Any] = iter(())
         self.has_stepped = False
         self._is_touched = False
-        """It was left with something trained of which there is no safe point."""
+        """The loop was left with something trained after the last safe point."""
 
     def start(self, at: str) -> None:
-        """Make the loader's iterator stand where this iteration begins; `at` is the loop's place in the script."""
+        """Make the loader's iterator, at the batch where this iteration begins.
+
+        `at`: the loop's place in the script.
+        """
         place, label = self._place, self.label
         self._at = at
         resumed = place.take_pending(label)
         if self._sampler is not None:
             self._start_sampler(self._sampler)
             if resumed is not None and resumed["handed"] and not self._sampler.cursor:
-                # The ckpt stands at the end of an epoch, and a script that counts its epochs by steps is in the next.
+                # The ckpt is from the end of an epoch, and a script that counts by steps begins with the next one.
                 resumed = None
         if resumed is not None and self._has_gone_on(resumed):
             resumed = None
         if place.is_first(label):
             if resumed is None and self._sampler is None:
-                self._makers.check()
-            replay.say_what_persists(self._loader, self._makers)
-        alike = place.meets_another(label, self._loader, replay.fingerprint, self._epoch)
+                self._loader_state.check()
+            worker_seeds.warn_of_what_persists(self._loader, self._loader_state.generators)
+        alike = place.meets_another(label, self._loader, fingerprint, self._epoch)
         if resumed is None:
             is_new_round = place.is_new_round(label)
             self._state = {
@@ -345,7 +156,7 @@ class _Loop:
             }
             place.begin(label, self._state)
             self._training.entered(is_new_round=is_new_round)
-            self.iterator = replay.begin(self._loader)
+            self.iterator = worker_seeds.begin(self._loader)
             return
         self._is_resumed = True
         self._resumed_from = (dict(resumed), place.random_at_safe_point)
@@ -357,31 +168,32 @@ class _Loop:
             self.iterator = iter(())
         else:
             self._return_to_origin(resumed["origin"])
-            self.iterator = replay.begin(self._loader)
+            self.iterator = worker_seeds.begin(self._loader)
             if self._sampler is None:
-                order = replay.DrawnOrder(self.iterator, self._loader)
+                order = DrawnOrder(self.iterator, self._loader)
                 self._drop(resumed["handed"])
-                order.take_away()
+                order.remove()
                 self._check_order(order)
-                self._makers.check_shared(self._at_safe_point(resumed))
-            # With nothing handed the safe point was right before the iterator was made: what making it drew counts.
+                self._loader_state.check_shared(self._at_safe_point(resumed))
+            # With no batch handed out, the safe point was before the iterator was made. So the random numbers
+            # that were drawn to make it have to be drawn again.
             is_at_safe_point = resumed["handed"] > 0
         if is_at_safe_point and place.random_at_safe_point is not None:
-            randomness.restore(place.random_at_safe_point)
-            replay.restore_generators(self._generators, place.generators_at_safe_point)
-            self._makers.restore_generators(resumed.get("now", {}))
+            random_state.restore(place.random_at_safe_point)
+            restore_generators(self._generators, place.generators_at_safe_point)
+            self._loader_state.restore_generators(resumed.get("now", {}))
         if not place.pending:
-            # Until then: of the loops that had begun, only the last one stands at the safe point.
+            # Kept until then: of the loops that had begun, only the last one was at the safe point.
             place.random_at_safe_point = None
 
     def _has_gone_on(self, resumed: Mapping[str, Any]) -> bool:
-        """The ckpt stands at the end of an epoch, and the script, which counts by steps, in the one behind it."""
+        """The ckpt is from the end of an epoch, and the script, which counts by steps, begins with the next one."""
         makers = resumed["origin"].get("makers")
         is_at_end = resumed["is_over"] or (
             isinstance(getattr(self._loader, "sampler", None), DistributedSampler)
             and resumed["handed"] >= len(self._loader)
         )
-        return bool(is_at_end and makers and self._makers.is_next_epoch(makers))
+        return bool(is_at_end and makers and self._loader_state.is_next_epoch(makers))
 
     def _start_sampler(self, sampler: ElasticSampler) -> None:
         self._goes_on_after_load = sampler.is_resumed
@@ -400,27 +212,27 @@ class _Loop:
         self._before = -(-sampler.cursor // (self._batch_size * sampler.size))
 
     def _origin(self) -> dict[str, Any]:
-        """What a second start needs to hand out the same batches in the same order."""
+        """What is needed to begin this epoch again with the same batches in the same order."""
         return {
-            "random": randomness.capture(),
-            "generators": {name: replay.state_of(target) for name, target in self._generators.items()},
-            "makers": self._makers.state() if self._sampler is None else None,
+            "random": random_state.capture(),
+            "generators": {name: state_of(target) for name, target in self._generators.items()},
+            "makers": self._loader_state.state() if self._sampler is None else None,
         }
 
     def _return_to_origin(self, origin: dict[str, Any]) -> None:
-        randomness.restore(origin["random"])
+        random_state.restore(origin["random"])
         if self._sampler is not None:
             return
         if "makers" in origin:
             try:
-                replay.restore_generators(self._generators, origin["generators"])
-                self._makers.restore(origin["makers"])
+                restore_generators(self._generators, origin["generators"])
+                self._loader_state.restore(origin["makers"])
             except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if isinstance(error, UsageError):
                     raise
                 raise UsageError(
                     f"batches(loader) at {self.label.shown}: what the ckpt holds of the loader's samplers and "
-                    f"generators does not fit those here ({type(error).__name__}: {error}). Give them back as they "
+                    f"generators does not fit those here ({type(error).__name__}: {error}). Make them as they "
                     "were, or begin the epoch anew: MIGRATOR_LOOPS=anew."
                 ) from error
         elif any(state is not None for state in origin.get("others", ())):
@@ -430,7 +242,7 @@ class _Loop:
                 "Begin the interrupted epoch anew: MIGRATOR_LOOPS=anew."
             )
 
-    def _check_order(self, order: replay.DrawnOrder) -> None:
+    def _check_order(self, order: DrawnOrder) -> None:
         now = self._place.random_at_safe_point
         if now is not None and order.is_lost(now):
             raise UsageError(
@@ -441,9 +253,9 @@ class _Loop:
             )
 
     def _at_safe_point(self, resumed: dict[str, Any]) -> dict[str, Any]:
-        """Generators that the loader draws from, by path, as the ckpt found them."""
+        """By path: the state that each generator of the loader had at the safe point of the ckpt."""
         found = dict(resumed.get("now", {}))
-        for path, generator in self._makers.generators.items():
+        for path, generator in self._loader_state.generators.items():
             name = next((n for n, known in self._generators.items() if known is generator), None)
             if name in self._place.generators_at_safe_point:
                 found[path] = self._place.generators_at_safe_point[name]
@@ -453,8 +265,8 @@ class _Loop:
         if self._sampler is None and there != self._batch_size:
             raise UsageError(
                 f"batches(loader): the batch size is {self._batch_size} here, {there} in the ckpt, which was made in "
-                "the middle of an epoch of this loader. Give back the old batch size for the rest of the epoch, "
-                "or use an ElasticSampler, which can go on with another one."
+                "the middle of an epoch of this loader. Use the old batch size for the rest of the epoch, "
+                "or an ElasticSampler, which can go on with another one."
             )
 
     def _drop(self, count: int) -> None:
@@ -469,7 +281,7 @@ class _Loop:
 
     @property
     def starts(self) -> list[int]:
-        """Where each `enumerate` around it began in this epoch."""
+        """The first index of each `enumerate` around the loop, in this epoch."""
         return list(self._state.get("starts", ()))
 
     @starts.setter
@@ -478,25 +290,27 @@ class _Loop:
 
     @property
     def batches_handed(self) -> int:
+        """Batches that the loop got in this life, or that were dropped for it."""
         return self._handed
 
     @property
     def batches_done(self) -> int:
-        """Of the whole epoch, in all lives, before the batch that is handed next."""
+        """Batches of this epoch before the next one, counted over all lives of the job."""
         return self._before + self._handed
 
     def handed(self) -> None:
+        """The loop gets a batch."""
         self._handed += 1
 
     def count(self) -> None:
-        """Everything handed out so far is trained: move the cursor."""
+        """At a safe point: all batches handed out so far are trained, so move the cursor."""
         new = self._handed - self._counted
         if new and not self.has_stepped and not self._is_resumed:
             self._place.check_nothing_is_left_out(self.label)
         self.has_stepped = self.has_stepped or new > 0
         self._counted = self._handed
         self._state["handed"] = self._handed
-        self._state["now"] = self._makers.generator_states(but=self._generators.values())
+        self._state["now"] = self._loader_state.generator_states(but=self._generators.values())
         if self._sampler is None:
             return
         if self._state["is_over"] or (new and self._handed >= self._batches_left):
@@ -505,15 +319,16 @@ class _Loop:
             self._sampler.advance(new * self._batch_size * self._sampler.size)
 
     def leave(self) -> None:
-        """Left by `break`, with something trained in it: the epoch is over."""
+        """The loop was left by `break` after something was trained in it: the epoch is over."""
         self._state["is_over"] = True
         if self._sampler is not None:
             self._sampler.finish()
 
     def left(self, *, is_over: bool) -> None:
-        """Left in the middle. Of the loop that is gone on with, a `break` before anything is trained says it is over.
+        """The loop was left inside a batch.
 
-        Of another loop over the same data it was only a look.
+        A `break` before anything is trained ends the epoch if this is the loop that the ckpt was in. Another loop over
+        the same data, left that way, only looked at a batch.
         """
         self._is_touched |= self._training.has_unsaved
         is_same = self._resumed_from is not None and self._resumed_from[0].get("at") == self._at
@@ -522,7 +337,7 @@ class _Loop:
 
     @property
     def _epoch(self) -> object:
-        """What tells this epoch from others, if the script says it."""
+        """What tells this epoch from others; None if the script does not say."""
         return self._began_in if self._sampler is not None else self._training.epoch
 
     @property
@@ -530,10 +345,11 @@ class _Loop:
         return self.has_stepped or self._is_touched
 
     def over(self) -> None:
+        """The loader has no batch left."""
         self._state["is_over"] = True
 
     def end(self, *, may_end_workers: bool) -> None:
-        """Over, left or broken off."""
+        """The iteration has ended, in whatever way."""
         self._place.end(self.label)
         self._place.let_go(self.label, self._epoch if self._has_trained else None)
         if not self._has_trained and not self._state.get("is_over"):
@@ -542,19 +358,13 @@ class _Loop:
             if self._sampler is not None and self._goes_on_after_load:
                 self._sampler.resume_again()
         if may_end_workers:
-            # torch would wait five seconds for each that is busy.
+            # Otherwise torch waits up to five seconds for each worker that is busy.
             for worker in getattr(self.iterator, "_workers", ()):
                 worker.terminate()
 
 
-def _is_one_shot(loader: Any) -> bool:
-    """An iterator, not something that makes them; a class of the script's own may well be both."""
-    makers = ("builtins", "itertools", "torch.utils.data.dataloader")
-    return hasattr(loader, "__next__") and type(loader).__module__ in makers
-
-
 def _elastic_sampler(loader: Any, registered: Mapping[str, Any]) -> str | None:
-    """The name of the registered `ElasticSampler` of this loader, or a reason why it cannot be followed."""
+    """The name of the registered `ElasticSampler` of this loader, if it has one. Raises if it cannot be followed."""
     own = getattr(loader, "sampler", None)
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = (getattr(batch_sampler, "sampler", None), getattr(own, "sampler", None))

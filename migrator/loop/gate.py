@@ -1,9 +1,9 @@
 """What keeps optimizers from changing state while it is being read.
 
-From a safe point to the next `optimizer.step()` all large state stands still, so a
-save can read it from a side thread while the loop goes on. The gate is the one
-lock between the two: a step waits at it while a save reads, and a save waits at
-it while a step is on its way to the next safe point.
+From a safe point to the next `optimizer.step()` no large state changes, so a save
+can read it from a side thread while the loop goes on. The gate is the one lock
+between the two: a step waits at it while a save reads, and a save waits at it from
+a step to the next safe point.
 
     FRESH   nothing was trained or loaded       -> LOADED, DIRTY, CLEAN
     LOADED  the state is that of a ckpt         -> LOADED, DIRTY, CLEAN
@@ -24,20 +24,19 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from migrator.ranks.protocol import Point, Turns
+from migrator.ckpt.point import Point, Turns
 from migrator.state.capture import Capture, Capturer
 
 _TICK_S = 0.05
-"""Waits are cut in pieces: a Python signal handler runs in the main thread between them."""
+"""Seconds of one piece of a wait. Between the pieces the main thread can run Python signal handlers."""
 _HOLD_S = 1.0
-"""So long the loop stays at a safe point that is to be saved and that no save has come for."""
+"""Maximum time, in seconds, that the loop stays at a safe point that is to be saved while no save takes it."""
 _KEPT = 4
-"""Captures of earlier turns that are kept at most: the first one, and the newest."""
+"""Maximum number of captures of earlier turns that are kept: the first one and the newest."""
 
 
 class Phase(enum.Enum):
@@ -55,24 +54,48 @@ _ALLOWED = {
 }
 
 
+class WayOut(Protocol):
+    """How a thread that waits at the gate leaves the process."""
+
+    def may_leave(self) -> bool:
+        """The outcome of the last save is known, or is not worth waiting for any more."""
+
+    def leave(self) -> NoReturn:
+        """End the thread that calls it."""
+
+
+class Steps(Protocol):
+    """What follows the steps of the optimizers, in the threads that step."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def is_trained_by_hand(self) -> bool:
+        """Something was trained of which no hook is called. Asked only while nothing else was trained."""
+
+
 class Gate:
     """The lock between the training loop and a save."""
 
-    def __init__(self, capturer: Capturer) -> None:
+    def __init__(self, capturer: Capturer, way_out: WayOut | None = None) -> None:
+        """Without `way_out` a thread that waits at the gate never leaves from there."""
         self._capturer = capturer
+        self._way_out = way_out
+        self._steps: Steps | None = None
         self._cond = threading.Condition()
         self.phase = Phase.FRESH
         self.capture: Capture | None = None
         self.is_due = False
         """A save waits for a safe point: the next capture takes everything."""
         self.holds_main = False
-        """Objects that change outside steps: the main thread stays in the safe point while a save reads."""
+        """There are objects that change outside steps: the main thread stays in a safe point while a save reads."""
         self.is_leaving = False
         """No step is made any more, whatever happens."""
         self.is_closed = False
         """The main thread will make no more safe points."""
         self.at: Point = (0, 0)
-        """The last safe point: the step, and the rounds entered since."""
+        """The last safe point: its step, and the number of rounds entered since."""
         self.agrees = False
         """Several ranks decide together how far the loop goes on when leaving."""
         self.limit: Point | None = None
@@ -87,41 +110,34 @@ class Gate:
         self._least_step = 0
         self._exact: Point | None = None
         self._kept: list[Capture] = []
-        """Of the earlier turns of this step, lowest first; with several ranks only."""
+        """Captures of the earlier turns of this step, lowest first; only with several ranks."""
         self._pinned: list[Capture] = []
-        """What saves read, or hold to be read."""
+        """Captures that a save reads, or will read."""
         self._is_entering = False
-        """The loop makes a new safe point out of the last one at this moment."""
+        """The loop is making a new safe point out of the last one."""
         self._held = 0
-        """The main thread stands in a safe point and stays there."""
-
-        self.is_trained_by_hand: Callable[[], bool] = lambda: False
-        """Whether something was trained that no hook tells of; asked while nothing else was."""
-
-        # Replaced by the job: called in the stepping thread before and after each step.
-        self.before_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
-        self.after_step: Callable[[torch.optim.Optimizer], None] = lambda _: None
-        self.may_leave: Callable[[], bool] = lambda: False
-        """Whether the outcome of leaving is known, or not worth waiting for any more."""
-        self.leave: Callable[[], NoReturn]
-        """Ends the thread that calls it."""
+        """Number of calls in which the main thread stays in a safe point."""
 
     # The training side.
 
-    def install(self) -> None:
-        """Watch all optimizers of this process."""
+    def install(self, steps: Steps | None = None) -> None:
+        """Watch all optimizers of this process; `steps`, if given, is called before and after each of their steps."""
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
 
+        self._steps = steps
+
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.before_step(optimizer)
+            if self._steps is not None:
+                self._steps.before_step(optimizer)
             if self.phase is not Phase.DIRTY:
                 self._enter()
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.after_step(optimizer)
+            if self._steps is not None:
+                self._steps.after_step(optimizer)
 
         # A compiled step would be traced through the hooks, with guards on our state and warnings about our calls.
         before, after = map(torch.compiler.disable, (before, after))
@@ -131,6 +147,11 @@ class Gate:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def forget(self) -> None:
+        """In a forked child: its steps are its own, and none of them waits here."""
+        self._steps = None
+        self.phase = Phase.DIRTY  # a thread between a step and a safe point never waits
 
     def _enter(self) -> None:
         """Wait until no save reads, then let the step change state."""
@@ -145,14 +166,14 @@ class Gate:
                 self._to(Phase.DIRTY)
 
     def _compare(self) -> None:
-        """If a save reads a safe point of this step: is it still what it was?
+        """Check that the safe points of this step that saves are reading have not changed.
 
-        An operation under way has written already but counts its version only when it is done, so the save
-        may have missed it. The thread that trains is between two operations here and misses none of its own.
+        An operation under way writes first and counts its version when it is done, so the save may have missed it.
+        The thread that trains is between two operations here, and sees all changes of its own.
         """
         for capture in self._pinned if self.phase is Phase.CLEAN else ():
             if capture.step == self.at[0]:
-                # What was found once stays found: it may have been read while it was exchanged.
+                # A change that was found once stays: the save may have read while a tensor was exchanged.
                 capture.changed = capture.changed or self._capturer.changed(capture)
 
     def _wait_while_shut(self) -> None:
@@ -161,8 +182,8 @@ class Gate:
         try:
             # Bounded by the save: every attempt opens the gate when it ends, and its writes have deadlines.
             while self._is_shut or self.is_leaving:
-                if self.is_leaving and self.may_leave():
-                    self.leave()
+                if self.is_leaving and self._way_out is not None and self._way_out.may_leave():
+                    self._way_out.leave()
                 if self.is_leaving and self._may_go_on():
                     return
                 self._cond.wait(_TICK_S)
@@ -170,18 +191,18 @@ class Gate:
             self._waiting -= 1
 
     def _may_go_on(self) -> bool:
-        """Although the process leaves, the loop has to go on to another safe point first."""
+        """The process is leaving, but the loop has to reach another safe point first."""
         if self.agrees:
             return not self._is_shut and self.limit is not None and self.at < self.limit
         return self._needs_another()
 
     def _needs_another(self) -> bool:
-        """Leaving, but this safe point cannot be saved any more: the loop must go on to the next one."""
+        """The process is leaving, but this safe point cannot be saved any more: the loop must reach the next one."""
         return self.phase is Phase.CLEAN and not self._is_savable(self.capture)
 
     @property
     def is_unsavable(self) -> bool:
-        """This safe point is lost for saving; the next one is needed."""
+        """This safe point cannot be saved any more; the next one is needed."""
         with self._cond:
             return self._needs_another()
 
@@ -196,16 +217,16 @@ class Gate:
                 self._held -= 1
 
     def pass_on(self) -> None:
-        """The loop is about to make a new safe point out of the last one, without a step between them."""
+        """The loop is about to make a new safe point out of the last one, with no step between them."""
         with self._cond:
             if self.agrees and self.phase is Phase.CLEAN:
                 if self.is_leaving:
                     self._wait_while_shut()
-                # One act with the wait: news that come before it is there must find it on its way.
+                # Under the same lock as the wait: a notice that comes now must see that the loop is about to enter.
                 self._is_entering = True
 
     def may_pass_on(self) -> bool:
-        """As `pass_on`, for a moment in which the loop must neither wait nor leave."""
+        """As `pass_on()`, where the loop must neither wait nor leave; returns False if it would have to."""
         with self._cond:
             if self.is_leaving:
                 return False
@@ -225,18 +246,18 @@ class Gate:
             if may_stay and self.is_due and (self.holds_main or self.is_leaving):
                 self._stay()
             elif may_stay and self._takers:
-                # The save waits for exactly this; woken up, it would find the next step begun.
+                # A save waits for exactly this safe point, and would wake up after the next step has begun.
                 while self._takers and self._is_wanted(capture) and not self._is_shut and not self.is_leaving:
                     self._cond.wait(_TICK_S)
             if may_stay and self.hold_at == capture.at:
                 self._hold()
 
     def _keep_earlier(self, capture: Capture) -> None:
-        """A new safe point takes the place of the last one, which other ranks may still want to save."""
+        """A new safe point replaces the last one. Other ranks may still want to save that one, so it may be kept."""
         before = [*self._kept, self.capture] if self.capture is not None else []
         self._kept = []
         if self.agrees and self.phase is Phase.CLEAN and not self.holds_main:
-            # The thread that trains stands between two operations: what it changed by now shows.
+            # The thread that trains is between two operations: all changes it made show by now.
             earlier = [one for one in before if one.step == capture.step and one.turn < capture.turn]
             whole = [one for one in earlier if self._is_whole(one) and not self._capturer.changed(one)]
             self._kept = whole[:1] + whole[1:][1 - _KEPT :]
@@ -245,11 +266,11 @@ class Gate:
                 self._capturer.release(one)
 
     def _is_held_here(self) -> bool:
-        """All ranks are to save a safe point of this step, and no save has taken it here yet."""
+        """All ranks will save a safe point of this step, and no save has taken it on this rank yet."""
         return self.hold_at is not None and self._is_savable(self._capture_of(self.hold_at))
 
     def _hold(self) -> None:
-        """All ranks save this very safe point: once the loop has gone on it is lost."""
+        """Wait for the save of all ranks: once the loop has gone on, this safe point is lost."""
         at, end_s = self.hold_at, time.monotonic() + _HOLD_S
         while self.hold_at == at and not self._is_shut and not self.is_leaving:
             if time.monotonic() > end_s:
@@ -260,8 +281,8 @@ class Gate:
     def _stay(self) -> None:
         self._held += 1
         try:
-            # The save takes the gate within a tick; from then on it is shut until the reading is done.
-            # A safe point that it cannot take, or threw away meanwhile, or does not mean, is not worth staying in.
+            # The save takes the gate within a tick; from then on the gate is shut until the reading is done.
+            # A safe point that it cannot take, has thrown away, or does not want is not worth waiting in.
             while self.is_due and self._is_wanted(self.capture) and not self._is_shut and not self.is_leaving:
                 self._cond.wait(_TICK_S)
             self._wait_while_shut()
@@ -274,7 +295,7 @@ class Gate:
             self.at = (step, 0)
 
     def close(self) -> None:
-        """The main thread is on its way out: whoever waits for a safe point waits in vain."""
+        """The main thread is on its way out and reaches no further safe point; threads that wait for one are woken."""
         with self._cond:
             self.is_closed = True
             self._cond.notify_all()
@@ -304,10 +325,12 @@ class Gate:
             self._cond.notify_all()
 
     def stop(self) -> tuple[Point | None, Turns, bool]:
-        """Let the loop begin nothing new; where it is, or will be next, what of that step can be saved, and whether
-        anything was trained.
+        """Let the loop begin nothing new.
 
-        One act: whoever looked first and shut afterwards would tell of a safe point that is no more.
+        Returns the safe point where it is, or will be next; what of that step can be saved; whether anything was
+        trained.
+
+        One act under the lock: between looking and stopping the loop could go on.
         """
         with self._cond:
             self.is_due = self.is_leaving = True
@@ -317,8 +340,8 @@ class Gate:
             reach = self._reach()
             return reach, self._turns(reach), trained
 
-    def settle_here(self) -> tuple[Point | None, Turns, bool]:
-        """As `stop`, and let the loop on to just there: for good."""
+    def stop_here(self) -> tuple[Point | None, Turns, bool]:
+        """As `stop()`, and let the loop go on to that safe point, and no further."""
         with self._cond:
             self.is_due = self.is_leaving = True
             trained = self._has_trained()
@@ -333,7 +356,7 @@ class Gate:
             return self._has_trained()
 
     def _has_trained(self) -> bool:
-        if self.phase in (Phase.FRESH, Phase.LOADED) and self.is_trained_by_hand():
+        if self.phase in (Phase.FRESH, Phase.LOADED) and self._steps is not None and self._steps.is_trained_by_hand():
             self._to(Phase.DIRTY)
         return self.phase in (Phase.CLEAN, Phase.DIRTY)
 
@@ -364,13 +387,13 @@ class Gate:
             return ()
         turns = {}
         if self.phase is Phase.CLEAN and reach[0] == self.at[0]:
-            # Of those kept it is known what they were; marks tell it before others rely on them.
+            # Those that are kept are compared once more before other ranks rely on them.
             found = (c for c in self._savable() if c is self.capture or not self._capturer.changed(c))
             turns = {capture.turn: capture.place for capture in found}
         return tuple(sorted({reach[1]: "", **turns}.items()))
 
     def can_save(self, point: Point) -> bool:
-        """The loop is there, or will be, or its state there is still at hand."""
+        """The loop is there, or will be, or its state at that safe point is still kept."""
         with self._cond:
             reach = self._reach()
             return reach is not None and (
@@ -392,7 +415,7 @@ class Gate:
         return self.phase is Phase.CLEAN and self.at[0] == point[0] and self.at >= point
 
     def is_lost(self, point: Point) -> bool:
-        """The loop has come there, but something is not as it was, or was never copied; waiting does not help."""
+        """The loop has come there, but that safe point has changed or was never copied whole: waiting does not help."""
         with self._cond:
             capture = self._capture_of(point)
             return self._is_at(point) and (
@@ -435,7 +458,7 @@ class Gate:
             return False
         if not self.holds_main:
             return True
-        # Closed: the main thread stands where it will train no more.
+        # If closed, the main thread trains no more.
         return capture is self.capture and (self._held > 0 or self.is_closed)
 
     @property
@@ -455,15 +478,15 @@ class Gate:
             self._is_shut = False
             self._cond.notify_all()
 
-    def settle(self, *, keep_due: bool = False) -> None:
-        """The save is over, for better or worse."""
+    def end_save(self, *, keep_due: bool = False) -> None:
+        """The save is over, whether it succeeded or not."""
         with self._cond:
             self._is_shut = False
             self.is_due = keep_due
             self._cond.notify_all()
 
     def found_changed(self, capture: Capture) -> list[str]:
-        """What changed outside a step, as the training thread found it, or is found now if it has not come by."""
+        """The objects that changed outside a step: those that the training thread found, and those found now."""
         with self._cond:
             self._compare()
             return capture.changed

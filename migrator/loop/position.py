@@ -1,12 +1,11 @@
-"""Where the loops of the script stand; part of every capture, and read back from a ckpt.
+"""The place in each loop of the script. It is part of every capture, and read back from a ckpt.
 
-A loop is told apart from all others by a label that is the same in every life: the name that
-the script gives it, the registered `ElasticSampler` it goes over, or else where in the script
-it stands and what its loader looks like. A loop is noted once something was trained in it;
-when one that is noted begins again, a new round (mostly: an epoch) begins, and what the
-others did belongs to the last one.
+Each loop has a label that is the same in every life: the name that the script gives it, the
+registered `ElasticSampler` it goes over, or else its place in the script and what its loader
+looks like. A loop is noted once something was trained in it. When a noted loop begins again, a
+new round (usually an epoch) begins, and the other noted loops belong to the last round.
 
-Where a label could mean one of several loops, a resume is refused and never guessed.
+Where a label could mean one of several loops, a resume is refused. It is never guessed.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ _ELSEWHERE = (
     "Was the script changed? A name keeps a loop recognisable: migrator.batches(loader, name=...). " + _ANEW
 )
 _ELASTIC = "sampler "
-"""So begin the labels of loops over an `ElasticSampler`, and of no others: those are places in files."""
+"""First word in the label of a loop over an `ElasticSampler`. No other label begins like that."""
 
 
 class Label:
-    """One loop of the script, in every life."""
+    """What identifies one loop of the script in every life."""
 
     def __init__(self, text: str, *, looks: str, shown: str, is_named: bool = False, is_sure: bool = False) -> None:
         self.text = text
         self.looks = looks
         self.shown = shown
         self.is_named = is_named
-        """The script itself says which loop it is."""
+        """The script gave the loop a name."""
         self.is_sure = is_sure or is_named
-        """Whichever loader object it is, it is the same one."""
+        """The label alone identifies the loop, whichever loader object it goes over."""
 
     @classmethod
     def of(
         cls, loader: Any, *, name: str | None, sampler: str | None, site: tuple[str, str], is_by_hand: bool
     ) -> Label:
-        """`is_by_hand`: taken by `next()`. Such a script begins anew wherever it finds the loader at its end."""
+        """`is_by_hand`: the script calls `next()`. It may begin the loader anew at any place in the script."""
         looks = _looks(loader)
         if sampler is not None:
             text = f"{_ELASTIC}{sampler}" if name is None else f"{_ELASTIC}{sampler} {name}"
@@ -66,16 +65,16 @@ class Label:
 
 
 class Place:
-    """The loops that are noted in this life, and those of a ckpt that have not begun yet."""
+    """The loops that are noted in this life, and those of the ckpt that have not begun yet."""
 
     def __init__(self) -> None:
         self.noted: dict[str, dict[str, Any]] = {}
         self.pending: dict[str, dict[str, Any]] = {}
-        """What a ckpt noted of loops that have not begun in this life yet."""
+        """Loops that are noted in the ckpt and have not begun in this life yet."""
         self.random_at_safe_point: dict[str, Any] | None = None
         self.generators_at_safe_point: dict[str, Any] = {}
         self.ranks_changed = False
-        """The ckpt was made by another number of ranks, so what was handed to one of them says nothing here."""
+        """The ckpt was made by another number of ranks, so the number of batches that a rank got means nothing here."""
         self._met: dict[str, _Met] = {}
         self._looked_at: set[str] = set()
         """Loops that were begun in this life and left before anything was trained in them."""
@@ -85,10 +84,10 @@ class Place:
         return label.text not in self._met
 
     def take_pending(self, label: Label) -> dict[str, Any] | None:
-        """What was noted of this loop; those noted before it are behind us then."""
+        """What the ckpt noted of this loop. Loops noted before it are dropped: the script has gone past them."""
         key = label.text
         if key not in self.pending:
-            key = f"{label.looks} 0"  # as ckpts of the first form have it
+            key = f"{label.looks} 0"  # the label in ckpts of the first version
             if key not in self.pending:
                 return None
         if self.pending[key].get("alike") and not label.is_named:
@@ -102,22 +101,22 @@ class Place:
         return found
 
     def put_back(self, label: Label, state: dict[str, Any], random: dict[str, Any] | None) -> None:
-        """The script had a look at the loop and left it without training anything: it is still to be gone on with."""
+        """The script left the loop without training anything in it: a later one may still go on from there."""
         self.pending[label.text] = state
         self.random_at_safe_point = random
         self._looked_at.add(label.text)
 
     def check_nothing_is_left_out(self, label: Label) -> None:
-        """A loop that is not of the ckpt trains: what the ckpt was in the middle of must have had its turn."""
+        """A loop that is not in the ckpt trains. Raise if the ckpt is in the middle of a loop that has not begun."""
         left = [key for key, state in self.pending.items() if not state.get("is_over") and key not in self._looked_at]
         if left:
             raise UsageError(_ELSEWHERE.format(shown=label.shown, there=", ".join(left), here=label.text))
         self.pending.clear()
 
     def meets_another(self, label: Label, loader: Any, data_of: Callable[[Any], str], epoch: object) -> bool:
-        """Whether another loop has gone by this label: over a loader still in use, over other data, or in this epoch.
+        """Whether another loop had this label: over a loader still in use, over other data, or in this epoch.
 
-        `epoch`: what tells epochs apart, if anything does.
+        `epoch`: identifies the epoch; None if nothing does.
         """
         met = self._met.setdefault(label.text, _Met())
         if label.is_named:
@@ -139,7 +138,7 @@ class Place:
         return met.is_alike
 
     def let_go(self, label: Label, epoch: object) -> None:
-        """A loop has ended: what it went over is not kept alive for its sake. `epoch`: in which it trained."""
+        """A loop has ended: do not keep its loader alive. `epoch`: the one it trained in, None if it did not."""
         if label.text in self._met:
             self._met[label.text].let_go()
             self._met[label.text].trained_in = epoch
@@ -148,28 +147,28 @@ class Place:
         return label.text in self.noted or not self.noted
 
     def begin(self, label: Label, state: dict[str, Any]) -> None:
-        """A loop begins that is not one of the ckpt."""
+        """A loop begins that is not in the ckpt."""
         if self.is_new_round(label):
             self.noted.clear()
         self.noted[label.text] = state
 
     def end(self, label: Label) -> None:
-        """An evaluation leaves no trace: it is done anew, should it be interrupted."""
+        """A loop has ended. An evaluation is not noted: it is repeated if it was interrupted."""
         if not self.noted.get(label.text, {}).get("handed", 1):
             del self.noted[label.text]
 
     def begin_anew(self) -> None:
-        """The script says that it could start here, between its loops: none of them is to be continued."""
+        """A safe point between the loops: none of them is to be continued."""
         self.noted.clear()
 
     def state(self) -> dict[str, Any]:
         return {"loops": {label: dict(state) for label, state in self.noted.items()}}
 
     def load(self, state: dict[str, Any], random: dict[str, Any], generators: dict[str, Any], *, anew: bool) -> None:
-        """`anew`: no loop is gone on with, but for those over an `ElasticSampler`, which needs nothing of this.
+        """Take the place from a ckpt. `anew`: interrupted epochs are begun at their start.
 
-        On another number of ranks neither is any other loop: how far it was does not say which samples were trained,
-        and a loader over a rank's share of the data does not even look the same.
+        On another number of ranks only loops over an `ElasticSampler` are continued. For other loops, the number of
+        batches does not say which samples were trained, and a loader over a rank's share of the data looks different.
         """
         loops = state["loops"]
         kept = {} if anew else {k: loop for k, loop in loops.items() if not self.ranks_changed or _is_elastic(k)}
@@ -191,7 +190,7 @@ def _is_elastic(label: str) -> bool:
 
 
 class _Met:
-    """The loader last seen under a label, for as long as somebody else has a use for it."""
+    """The loader last seen under a label, as long as the script uses it."""
 
     def __init__(self) -> None:
         self.is_alike = False
@@ -217,7 +216,7 @@ class _Met:
 
     def _is_in_use(self, loader: Any) -> bool:
         if self._weak is not None:
-            gc.collect()  # it may be waiting for that, in a circle
+            gc.collect()  # it may be part of a reference cycle
             return self._weak() is not None
         return self._has_other_holders() and not (isinstance(loader, range) and loader == self._held)
 

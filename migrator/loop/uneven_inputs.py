@@ -1,10 +1,10 @@
 """Ranks that come to the end of their inputs at different times: torch's `Join` around a training loop.
 
-A rank that has no inputs left goes on with empty collectives while the others make further steps. Its model, its
-optimizer and the number of its steps are then those of an earlier step, so there is none that all ranks could save
-together. That is refused at the first step inside of such a block, before anything is trained.
+Inside `Join`, a rank that has no inputs left takes part in empty collectives while the others make further steps. Its
+model, its optimizer and the number of its steps stay those of an earlier step, so there is no step that all ranks could
+save together. That is refused at the first step inside such a block, before anything is trained.
 
-The price: `Join` is told apart by its `__enter__` and `__exit__`, which are replaced while several ranks listen.
+The price: `__enter__` and `__exit__` of `Join` are replaced as long as a session of several ranks is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _parameters(joined: Any) -> Iterable[Tensor]:
 
 
 class UnevenInputs:
-    """The blocks of `Join` that are open in this process, if what they join is registered."""
+    """The open blocks of `Join` in this process that join something registered."""
 
     def __init__(self, is_registered: Callable[[Iterable[Tensor]], bool]) -> None:
         from torch.distributed.algorithms.join import Join
@@ -54,7 +54,7 @@ class UnevenInputs:
         Join.__enter__, Join.__exit__ = entered, left  # type: ignore[method-assign]
 
     def check(self) -> None:
-        """Before an optimizer's step."""
+        """Before an optimizer's step: raise if it is inside such a block."""
         if self._open:
             raise UsageError(_REFUSAL)
 

@@ -1,10 +1,11 @@
-"""Loaders that the script draws from over several steps without `batches()`: no ckpt says where they stand.
+"""Loaders that the script draws from over several steps without `batches()`: no ckpt holds their place.
 
-`batch = next(iterator)` with `safe_point()`, or with a second loader beside that of the loop, begins
-the loader anew after a resume: other batches than without a stop, and nothing would tell. So it is said.
+After a resume such a loader begins anew and hands out other batches than without the stop. Examples are
+`batch = next(iterator)` with `safe_point()`, and a second loader beside that of the loop. No error comes
+of it, so a warning is logged.
 
-A loader that is gone over between two safe points (an evaluation, a rollout) is not concerned: it is
-gone over again. Nor is one that is registered, or its sampler: that is the script's own way to go on.
+A loader that is gone over between two safe points (an evaluation, a rollout) is simply gone over again.
+A loader that is registered, or whose sampler is, is left to the script.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from migrator.events import log
 from migrator.data.sampler import ElasticSampler
+from migrator.events import log
 
 
 class UnfollowedLoaders:
     """Iterators of DataLoaders that were made outside of `batches()`."""
 
     def __init__(self, registered: Mapping[str, Any], is_fetching: Callable[[], bool]) -> None:
-        """`is_fetching`: it is `batches()` that is asking for an iterator or a batch right now."""
+        """`is_fetching`: whether `batches()` is asking for an iterator or a batch right now."""
         self._registered = registered
         self._made: list[tuple[weakref.ref[Any], type, list[int]]] = []
         """Iterator, type of its dataset, and how many batches it had handed out at the last safe point."""
@@ -43,7 +44,7 @@ class UnfollowedLoaders:
         DataLoader.__iter__ = self._before  # type: ignore[method-assign]
 
     def look(self) -> None:
-        """At a safe point."""
+        """At a safe point: log a warning if a loader was drawn from both before and after the last one."""
         if not self._made:
             return
         self._made = [made for made in self._made if made[0]() is not None]

@@ -1,9 +1,10 @@
-"""What stands between `batches()` and the loop: `enumerate`, `zip`, a progress bar.
+"""Iterators that scripts wrap around `batches()`: `enumerate`, `zip`, a progress bar.
 
-After a resume in mid-epoch the first batch is not the first of the epoch, and whatever counts
-batches beside us has to know. `enumerate` and `tqdm` are told. An iterator that `zip` takes
-along is moved on by as many, if it is of a kind for which that is enough. Nothing else that
-counts or keeps batches can be set, so it is refused when the loop begins, not at the resume.
+After a resume in mid-epoch the first batch is not the first of the epoch, so iterators that
+count batches must begin at another number. The counts of `enumerate` and `tqdm` are set. Another
+iterator in the same `zip` is moved on by as many items, if its place is no more than a count.
+Other iterators that count or keep batches cannot be set. They are refused when the loop begins
+for the first time, not at the resume.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from collections.abc import Iterable, Iterator
 from types import FrameType, GeneratorType
 from typing import Any
 
-from migrator.platform import script_frames as frames
 from migrator.errors import UsageError
 from migrator.events import log
+from migrator.platform import script_frames
 
 _PASSES_ON = (map, filter, itertools.chain, itertools.starmap, itertools.takewhile, itertools.filterfalse)
-"""They hand on what they get and remember nothing of it."""
+"""These hand on what they get and keep nothing of it."""
 
 _WRAPPERS: frozenset[type] = frozenset(
     {enumerate, zip, *_PASSES_ON, GeneratorType} | {kind for kind in vars(itertools).values() if isinstance(kind, type)}
@@ -33,7 +34,7 @@ _COUNTABLE: list[Iterable[object]] = [
     *({}, {}.values(), {}.items()),
 ]
 _FOLLOWS_BY_COUNT = tuple(type(iter(one)) for one in _COUNTABLE)
-"""Iterators that have no more to them than how far they are."""
+"""Iterators whose only state is how many items they have handed out."""
 
 _TOGETHER = (
     "for ... in zip({order}): where the {other} would stand after a resume in mid-epoch is not known. "
@@ -57,37 +58,37 @@ SIDE_BY_SIDE = (
 
 
 class Between:
-    """All that stands between one iterator of `batches()` and the loop, from the inside out."""
+    """The iterators between one iterator of `batches()` and the loop, from the inside out."""
 
     def __init__(self, iterator: Any, frame: FrameType | None) -> None:
-        """`frame` is what called the iterator's first `next()`."""
+        """`frame`: the frame that called the iterator's first `next()`."""
         self._counters: list[Any] = []
         self._zips: list[tuple[Any, list[Any]]] = []
         self._generators: list[FrameType] = []
         self._is_chained = False
-        """What is further out counts over more than this iteration."""
+        """There is an `itertools.chain`: what is outside it counts the batches of other loops as well."""
         self._unknown: list[str] = []
         self.calls_script = False
-        """Functions of the script's are called while the next batch is fetched: they may fail."""
-        # Not isinstance(): it asks objects for their class, and there are some that do things then.
+        """Functions of the script are called while the next batch is fetched, and may raise."""
+        # Not isinstance(): it reads `__class__` of all objects, and some do more than return it.
         candidates = [held for held in gc.get_objects() if type(held) in _WRAPPERS]
-        frame = frames.script(frame)
+        frame = script_frames.script(frame)
         inner: Any = iterator
         while inner is not None:
             inner = self._climb(inner, candidates)
-            # What calls is a generator of the script's own, or the loop.
+            # The caller is a generator of the script, or the loop.
             caller = frame
             inner = None
             if caller is not None and caller.f_code.co_name == "__next__":
                 self._unknown.append(type(caller.f_locals.get("self")).__name__)
-            if caller is not None and frames.is_generator(caller):
-                if not frames.is_delegating(caller):
+            if caller is not None and script_frames.is_generator(caller):
+                if not script_frames.is_delegating(caller):
                     self._generators.append(caller)
                 inner = next((c for c in candidates if getattr(c, "gi_frame", None) is caller), None)
-                frame = frames.script(caller.f_back)
+                frame = script_frames.script(caller.f_back)
 
     def _climb(self, inner: Any, candidates: list[Any]) -> Any:
-        """Through all that is not written in Python."""
+        """Follow the iterators that are written in C."""
         while True:
             around = next((c for c in candidates if c is not inner and _takes_from(c, inner)), None)
             if around is None:
@@ -107,13 +108,17 @@ class Between:
             inner = around
 
     def check(self) -> None:
-        """Refuse what could not be set after a resume."""
+        """Raise for iterators that could not be set after a resume."""
         for ours, sides in self._zips:
             place = next(i for i, side in enumerate(sides) if side is ours)
             for number, side in enumerate(sides):
                 if side is ours:
                     continue
-                if isinstance(side, GeneratorType) and side.gi_frame is not None and frames.is_ours(side.gi_frame):
+                if (
+                    isinstance(side, GeneratorType)
+                    and side.gi_frame is not None
+                    and script_frames.is_ours(side.gi_frame)
+                ):
                     raise UsageError(SIDE_BY_SIDE)
                 name = type(side).__name__.lstrip("_")
                 if not isinstance(side, _FOLLOWS_BY_COUNT):
@@ -123,18 +128,18 @@ class Between:
 
     @property
     def starts(self) -> list[int]:
-        """Where each `enumerate` begins to count."""
+        """The first index of each `enumerate`."""
         return [start_of(counter) for counter in self._counters]
 
     def go_on_at(self, done: int, starts: list[int]) -> None:
-        """So many batches of this epoch are behind us."""
+        """Set all counts: `done` batches of this epoch are trained already. `starts`: as noted when the epoch began."""
         for what in self._unknown:
             _warn(what, "if it counts batches, let it use `.done` of what batches() returns")
-        # Where none was noted, each had begun at 0 when the loop was looked at.
+        # If none were noted, each began at 0 when the loop was looked at.
         for counter, before in zip(self._counters, starts or [0] * len(self._counters), strict=False):
             start = start_of(counter)
             if start == before + done and start != before:
-                continue  # the script's own counter, which has come back
+                continue  # it begins at a number of the script's own that was saved
             if start != before or not _add_to_enumerate(counter, done):
                 _warn("enumerate", "count with `.done` of what batches() returns")
         for ours, sides in self._zips:
@@ -142,7 +147,7 @@ class Between:
                 if side is ours:
                     continue
                 if sys.getrefcount(side) > _HELD_BY_ZIP:
-                    # Somebody else takes from it as well, and its place is not that of this epoch.
+                    # The script holds it as well, so it may be at another place than that of this epoch.
                     _warn(f"zip(..., {type(side).__name__})", "make it anew for each epoch, or register what it counts")
                     continue
                 next(itertools.islice(side, done, done), None)
@@ -170,7 +175,7 @@ def _warn(what: str, advice: str) -> None:
     )
 
 
-# enumerate: its index lies behind the head of its object, in CPython since it exists. Looked at before it is trusted.
+# enumerate: in CPython its index lies right after the head of the object. That is tried before it is relied on.
 
 _INDEX_AT = object.__basicsize__
 
@@ -181,7 +186,7 @@ def _index_of(counter: Any) -> ctypes.c_ssize_t:
 
 @functools.cache
 def _is_index_known() -> bool:
-    """Tried on one of our own, just as it is to be done: while it asks for its batch."""
+    """Try it on an `enumerate` of our own, at the same moment: while it asks for its next item."""
     if sys.implementation.name != "cpython" or enumerate.__basicsize__ < _INDEX_AT + ctypes.sizeof(ctypes.c_ssize_t):
         return False
     probe: Any
@@ -197,21 +202,22 @@ def _is_index_known() -> bool:
 
 
 def start_of(counter: Any) -> int:
+    """The index that an `enumerate` hands out next."""
     return int(counter.__reduce__()[1][1])
 
 
 def _add_to_enumerate(counter: Any, done: int) -> bool:
-    """Whether its next index is as many higher. It is asked for its batch right now, and counts only then."""
+    """Add `done` to the next index of an `enumerate` that is asking for its batch; False if that is not possible."""
     if not _is_index_known():
         return False
     start = start_of(counter)
-    if _index_of(counter).value != start:  # beyond what a machine word holds
+    if _index_of(counter).value != start:  # larger than a machine word
         return False
     _index_of(counter).value = start + done
     return True
 
 
-# tqdm: its generator counts in a local variable and writes to the bar now and then.
+# tqdm: its generator counts in a local variable, and writes that to the bar from time to time.
 
 
 def _set_progress_bar(frame: FrameType, done: int) -> bool:
@@ -219,7 +225,7 @@ def _set_progress_bar(frame: FrameType, done: int) -> bool:
     if frame.f_code.co_name != "__iter__" or not type(bar).__module__.startswith("tqdm"):
         return False
     if getattr(bar, "disable", False) or "last_print_n" not in frame.f_locals:
-        return True  # nothing is shown, or a bar around a bar that is set
+        return True  # a bar that shows nothing, or one around a bar that is set
     bar.initial = bar.n = bar.last_print_n = at = bar.initial + done
     local = frame.f_locals
     local["n"] = local["last_print_n"] = at
@@ -230,7 +236,7 @@ def _set_progress_bar(frame: FrameType, done: int) -> bool:
 
 
 def _held_by_zip() -> int:
-    """References to an iterator that only `zip`, our list and the loop above hold."""
+    """The reference count of an iterator that only `zip`, our list and the loop variable hold."""
     probe = zip(iter([0]), iter([0]), strict=False)
     sides = list(probe.__reduce__()[1])
     for side in sides:

@@ -1,28 +1,27 @@
-"""The file through which the hooks and the trainer talk.
+"""The signal file, through which the hooks and the trainer exchange messages.
 
-The hook runs in the trainer's container but is no child of it, knows neither
-its signals nor its sockets, and has only a shell: a small text file is what
-both can read and write. The first line is the state in one word (`init`,
-`save`, `resume`), each further line is `key=value`. Whoever writes does so
-aside in the same directory, synced, then renamed, so nobody ever reads half a
-request; whoever reads takes anything else, an empty file or a megabyte of
-garbage, for no news at all.
+The hook runs in the trainer's container, but it is not a child of the trainer and
+has only a shell. A small text file is something that both can read and write. The
+first line is the state in one word (`init`, `save`, `resume`); each further line is
+`key=value`. A writer writes another file in the same directory, syncs it and renames
+it, so nobody reads half a request. A reader ignores any other content, such as an
+empty file or a megabyte of garbage.
 
     init       pids                           a trainer listens
-    save       request pod deadline hook pids a hook asks, until the deadline
-    save       request pod deadline           the same; nobody listened, so the hook went without an answer
-    resume     request ckpt step ...          it is saved
-    init       request error                  it could not be saved
+    save       request pod deadline hook pids a hook requests a save and waits until the deadline
+    save       request pod deadline           the same, but no trainer listened, so the hook did not wait
+    resume     request ckpt step ...          the state is saved
+    init       request error                  the state could not be saved
 
-All of it also says in which `container` it was written: a volume may outlive the
-container, and a request to one is nothing to the next.
+Each message names the `container` in which it was written: a volume may outlive the
+container, and a request to one container does not concern the next one.
 
-An answer under an agent (torchrun) says as well until when the request it answers
-is in force, and for which agent: `deadline`, `agent`. The ranks that this agent may
-start again until then are in a pod that goes.
+Under an agent (torchrun), an answer also contains the deadline of its request and the
+agent: `deadline`, `agent`. Ranks that this agent starts again before the deadline are
+in a pod that is about to end.
 
-The price: the last writer wins. Hooks that ask, and a trainer that begins to
-listen, agree through a lock file; an answer is written without it.
+The price: the last writer wins. Hooks that write a request and a trainer that begins
+to listen use a lock file; an answer is written without it.
 """
 
 from __future__ import annotations
@@ -39,42 +38,45 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from migrator.errors import SettingsError
 from migrator.platform import container as environment
 from migrator.platform import launcher
-from migrator.errors import SettingsError
 
 INIT, SAVE, RESUME = "init", "save", "resume"
 WORDS = (INIT, SAVE, RESUME)
 
 READ_AT_MOST = 64 * 1024
-# Every value is cut so that a long traceback in `error=` cannot push the fields after it out of reach.
+"""Maximum number of bytes that are read."""
 _VALUE_AT_MOST = 4096
+"""Maximum length of a value, in characters, so that a long traceback in `error=` does not push other fields behind the
+end of what is read."""
 DEADLINE_AT_MOST_S = 86400.0
-"""No request is open for longer, whatever it says: what waits for a deadline must come to an end."""
+"""Maximum time, in seconds, that a request is open, so that each wait for its deadline ends."""
 AGENT_MARGIN_S = 1.0
-"""Ranks that have saved stay for their agent's SIGTERM, but leave so long before the deadline."""
+"""Time, in seconds, before the deadline at which ranks that wait for their agent's SIGTERM leave without it."""
 LOCKED_S = 0.5
-"""A lock that is held longer is that of a process that was killed. The hooks wait as long."""
+"""Maximum time, in seconds, that a process holds the lock. An older lock is left from a killed process. The hooks use
+the same time."""
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BLANK = " \t\r\0"
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What the signal file says: a word and its fields."""
+    """The content of the signal file: a word and its fields."""
 
     word: str
     fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that listen, as far as the file names them."""
+        """The processes that listen, if the file names them."""
         named = (pid.strip() for pid in self.fields.get("pids", "").split(","))
         return tuple(int(pid) for pid in named if re.fullmatch(r"[0-9]{1,10}", pid) and int(pid) > 0)
 
 
 def parse(text: str) -> Signal | None:
-    """What `text` says, or None if it is no signal. Lines that are not `key=value` are passed over."""
+    """Parse the content; None if it does not begin with a known word. Lines that are not `key=value` are ignored."""
     first, *rest = text.split("\n")
     word = first.strip(_BLANK)
     if word not in WORDS:
@@ -88,7 +90,7 @@ def parse(text: str) -> Signal | None:
 
 
 def render(word: str, fields: Mapping[str, object]) -> str:
-    """The text that `parse` reads back. A value is kept on one line; one that is None is left out."""
+    """The text that `parse` reads. Line ends in a value become blanks; a value of None is left out."""
     if word not in WORDS:
         raise ValueError(f"found the word {word!r}, expected one of {', '.join(WORDS)}")
     lines = [word]
@@ -100,14 +102,16 @@ def render(word: str, fields: Mapping[str, object]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float, container: str = "") -> float | None:
-    """The deadline of a request that is not over yet, else None.
+def open_deadline(
+    signal: Signal | None, *, now: float, mtime: float, grace_s: float, container: str = ""
+) -> float | None:
+    """The deadline of an open request, else None.
 
-    A request is over when it is answered or past its deadline, not when it is
-    older than this process: a rank that is started again inside a dying pod
-    must see it, and one that begins to listen only now. But a container that is
-    started again in place is told nothing by a request to the one before it.
-    Without a readable deadline the file's age stands in for it.
+    A request is open until it is answered or its deadline is over. It may be older
+    than this process: a rank that is started again inside a dying pod must see it,
+    and so must a rank that begins to listen only now. But a request to an earlier
+    container does not concern one that was started again in place. Without a
+    readable deadline it is computed from the time of the file.
     """
     if signal is None or signal.word != SAVE or not _is_of(container, signal):
         return None
@@ -117,24 +121,24 @@ def is_open(signal: Signal | None, *, now: float, mtime: float, grace_s: float, 
     return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
 
 
-def in_force(signal: Signal | None, *, now: float, container: str, agent: str) -> float | None:
-    """The deadline of a request that was answered by ranks of this agent's, if it is not over yet.
+def answered_deadline(signal: Signal | None, *, now: float, container: str, agent: str) -> float | None:
+    """The deadline of a request that ranks of this agent have answered, if it is not over yet.
 
-    Whether they could save or not: the pod goes in any case. Another agent in the same container was started by a
-    person, who knows that nobody takes the container away.
+    It does not matter whether they could save: the pod ends in any case. Another agent in the same container was
+    started by a person, who knows that the container stays.
     """
     if signal is None or signal.word == SAVE or not agent or signal.fields.get("agent") != agent:
         return None
     deadline = _finite(signal.fields.get("deadline"))
     if deadline is None or not _is_of(container, signal):
         return None
-    # Ranks whose agent was not stopped leave so long before the deadline. Started again then, they may train.
+    # Ranks whose agent was not stopped leave at this time. If they are started again after it, they may train.
     deadline -= AGENT_MARGIN_S
     return min(deadline, now + DEADLINE_AT_MOST_S) if deadline > now else None
 
 
 def _is_of(container: str, signal: Signal) -> bool:
-    """Written in this container, as far as both are known."""
+    """The message was written in this container, or one of the two containers is not known."""
     said = signal.fields.get("container", "")
     return not said or not container or said == container
 
@@ -148,19 +152,19 @@ def _finite(text: str | None) -> float | None:
 
 
 class SignalFile:
-    """The signal file at one path. Every failure is a `SettingsError` that names it."""
+    """The signal file at one path. Each failure is a `SettingsError` that names the path."""
 
     def __init__(self, path: str | os.PathLike[str], *, container: str = "", agent: str = "") -> None:
         self.path = Path(path)
         self._ended = self.path.with_name(f"{self.path.name}.ended")
         self.container = container
-        """Said in all that is written (`environment.container_life`)."""
+        """Added to each message (`environment.container_life`)."""
         self.agent = agent
-        """Which agent has started this process (`launcher.Agent.life`); empty: none."""
+        """The agent that has started this process (`launcher.Agent.life`); empty: none."""
 
     @staticmethod
     def here(path: Path) -> SignalFile:
-        """As a process in this container has it."""
+        """The signal file as a process in this container sees it."""
         agent = launcher.agent()
         return SignalFile(path, container=environment.container_life(), agent=agent.life if agent else "")
 
@@ -168,11 +172,11 @@ class SignalFile:
         return f"SignalFile({str(self.path)!r})"
 
     def read(self) -> Signal | None:
-        """What the file says now; None if it is missing or says nothing we know."""
+        """The present content; None if the file is missing or does not begin with a known word."""
         try:
             data = self._bytes()
-            # On NFS a name that was once looked for in vain may seem missing for 30 s; the listing
-            # tells the truth and makes the client look again.
+            # After a failed lookup an NFS client may report the name as missing for 30 s. A listing is correct, and
+            # makes the client look again.
             if data is None and self.fingerprint() is not None:
                 data = self._bytes()
         except OSError as error:
@@ -180,7 +184,7 @@ class SignalFile:
         if data is None:
             return None
         if len(data) > READ_AT_MOST:
-            # The last line may be cut in the middle of a number.
+            # The last line may be cut within a number.
             data = data[:READ_AT_MOST].rpartition(b"\n")[0]
         return parse(data.decode("utf-8", errors="replace"))
 
@@ -188,12 +192,12 @@ class SignalFile:
         """Replace the file in one act; its directory is made if it is missing."""
         fields = {**fields, "container": self.container} if self.container else fields
         data = render(word, fields).encode("utf-8", errors="backslashreplace")
-        # Threads of one process must not share the file they write aside.
+        # Threads of one process must not share the temporary file.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                # Whatever lies there is not ours; written into, a pipe would hold us for ever.
+                # Another file with this name is not ours. If it is a pipe, writing to it would block for ever.
                 aside.unlink(missing_ok=True)
                 _write_synced(aside, data)
                 aside.replace(self.path)
@@ -203,27 +207,28 @@ class SignalFile:
         except OSError as error:
             raise self._error("written", error) from error
 
-    def open_request(self, grace_s: float) -> float | None:
-        """The deadline of a request to this container that is not over yet, else None."""
+    def open_deadline(self, grace_s: float) -> float | None:
+        """The deadline of an open request to this container, else None."""
         fingerprint = self.fingerprint()
         mtime = fingerprint[1] / 1e9 if fingerprint else 0.0
-        return is_open(self.read(), now=time.time(), mtime=mtime, grace_s=grace_s, container=self.container)
+        return open_deadline(self.read(), now=time.time(), mtime=mtime, grace_s=grace_s, container=self.container)
 
-    def in_force(self) -> float | None:
-        """The deadline of a request that was answered, but by ranks which this one's agent has started again."""
-        return in_force(self.read(), now=time.time(), container=self.container, agent=self.agent)
+    def answered_deadline(self) -> float | None:
+        """The deadline of an answered request, if the agent of this rank has started the ranks again since."""
+        return answered_deadline(self.read(), now=time.time(), container=self.container, agent=self.agent)
 
     def write_unless_asked(self, word: str, /, *, grace_s: float, **fields: object) -> float | None:
-        """Replace the file, but not a request that is open or still in force: its deadline is returned then."""
+        """Replace the file, unless it holds an open request or a recent answer: then return that deadline."""
         with self._locked():
-            deadline = self.open_request(grace_s) or self.in_force()
+            deadline = self.open_deadline(grace_s) or self.answered_deadline()
             if deadline is None:
                 self.write(word, **fields)
             return deadline
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The lock of the hooks: none of them writes between our look and our writing. It is not waited for long."""
+        """Hold the lock of the hooks, so that none of them writes between our read and our write. Waits at most
+        `LOCKED_S`."""
         lock, end_s = self.path.with_name(f".{self.path.name}.lock"), time.monotonic() + LOCKED_S
         fd = None
         while fd is None and time.monotonic() < end_s:
@@ -233,18 +238,18 @@ class SignalFile:
             except FileExistsError:
                 time.sleep(0.01)
             except OSError:
-                break  # nothing can be written here, as the writing will say
+                break  # nothing can be written here, and the write below raises that
         try:
             yield
         finally:
             if fd is not None:
                 os.close(fd)
-            # One that was waited for in vain is of a hook that was killed.
+            # Also a lock that we did not get: it is left from a hook that was killed.
             with contextlib.suppress(OSError):
                 lock.unlink()
 
     def remove(self) -> None:
-        """Take the file away; that it is gone already is fine."""
+        """Remove the file, if it exists."""
         try:
             self.path.unlink()
         except (FileNotFoundError, NotADirectoryError):
@@ -253,19 +258,19 @@ class SignalFile:
             raise self._error("removed", error) from error
 
     def note_end(self) -> None:
-        """Say beside the file that this process came to its end: a hook may look behind the last process of the pod."""
+        """Note beside the file that this process has reached its end, for a hook that runs after the last process."""
         try:
             fd = os.open(self._ended, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             try:
-                # Of several that append at the same time each line is there when its call has returned.
+                # O_APPEND: if several processes write at the same time, no line is lost.
                 os.write(fd, f"{os.getpid()}\n".encode("ascii"))
             finally:
                 os.close(fd)
         except OSError:
-            return  # a hook then takes the end for a crash; nothing depends on it
+            return  # a hook then reports the end as a crash; nothing else depends on this
 
     def ended(self) -> set[int]:
-        """The processes that said so."""
+        """The processes that have noted their end."""
         try:
             with self._ended.open("rb") as file:
                 return {int(line) for line in file.read(READ_AT_MOST).split() if line.isdigit() and len(line) < 10}
@@ -273,15 +278,15 @@ class SignalFile:
             return set()
 
     def forget_ends(self) -> None:
-        """Those of an earlier life: their numbers are given again."""
+        """Remove the notes of an earlier life, because pids are reused."""
         with contextlib.suppress(OSError):
             self._ended.unlink()
 
     def fingerprint(self) -> tuple[int, int, int] | None:
-        """(inode, mtime in ns, size), another one after each write; None if there is no file.
+        """(inode, mtime in ns, size), different after each write; None if there is no file.
 
-        By listing the directory: asking for the name itself may be answered
-        from an NFS client's cache, "no such file", for 30 s.
+        Read by listing the directory: an NFS client may answer a lookup of the name
+        from its cache, "no such file", for 30 s.
         """
         try:
             with os.scandir(self.path.parent) as entries:
@@ -296,10 +301,10 @@ class SignalFile:
         return None
 
     def _bytes(self) -> bytes | None:
-        """At most one byte more than we read, or None if the file is missing."""
+        """The content, at most one byte more than `READ_AT_MOST`; None if the file is missing."""
         for last_try in (False, False, True):
             try:
-                # Not to wait for ever if somebody put a pipe there.
+                # O_NONBLOCK: opening a pipe would block for ever.
                 fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 try:
                     if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -1,14 +1,13 @@
-"""Which process answers the hook: one at a time, the owner of the signal file.
+"""Which process answers the hook: the owner of the signal file. There is one at a time.
 
-A second process in the trainer's container (an evaluation by `kubectl exec`) runs
-the same lines and finds the same signal file. It must neither answer the hook in
-the trainer's place nor take the file away when it ends. Process ids in a file do
-not tell whether their process lives: after a restart of the container the same
-number is another process. So the owner holds a lock of the kernel, which ends with
-the process, however it ends, and which a forked child does not inherit.
+A second process in the trainer's container (an evaluation by `kubectl exec`) may run
+the same script and use the same signal file. It must not answer the hook instead of
+the trainer, and must not remove the file when it ends. A process id in a file does
+not show whether its process lives: after a restart of the container another process
+has the same id. So the owner holds a kernel lock, which ends with the process in any
+case, and which a forked child does not inherit.
 
-Where the lock cannot be had (a file system without locks) nothing is checked, and
-the log says so.
+On a file system without locks nothing is checked, and a warning is logged.
 
 The price: one more file beside the signal file.
 """
@@ -28,14 +27,16 @@ from migrator.errors import SettingsError
 from migrator.events import log
 
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
-_LOOKS, _PAUSE_S = 10, 0.02
-"""A process that only looks who the owner is holds the lock for a moment."""
+_TRIES, _PAUSE_S = 10, 0.02
+"""Number of attempts to lock, and the seconds between them: a process that only asks for the owner holds the lock for a
+moment."""
 _READ_AT_MOST = 300
+"""Maximum size of what the owner writes about itself, in bytes."""
 _UNKNOWN = "of an unknown number"
 
 
-class SignalOwner:
-    """This process' claim to a signal file."""
+class SignalFileOwner:
+    """The lock beside one signal file, as this process sees it."""
 
     def __init__(self, signal: Path) -> None:
         self._signal = signal
@@ -43,9 +44,9 @@ class SignalOwner:
         self._fd = -1
 
     def take(self) -> None:
-        """Become the owner; `SettingsError` if another process is, and nothing was touched then."""
+        """Become the owner. `SettingsError` if another process is the owner; nothing was changed then."""
         other: str | None = None
-        for _ in range(_LOOKS):
+        for _ in range(_TRIES):
             other = self._try(fcntl.LOCK_EX)
             if other is None:
                 return
@@ -53,25 +54,25 @@ class SignalOwner:
         raise SettingsError(self.refusal(other or ""))
 
     def other(self) -> str | None:
-        """Which process is the owner; None if there is none. Only before `take()`."""
+        """The process that is the owner, as text; None if there is none. Only before `take()`."""
         found = self._try(fcntl.LOCK_SH)
         self._close()
         return found
 
     def refusal(self, other: str) -> str:
-        """What to tell the second process."""
+        """The error for a second process; `other`: the owner."""
         return (
             f"listening(): process {other} listens already, with the signal file {self._signal}. It answers the pod's "
-            "hook and was not disturbed. If this is a job of its own, give it a signal file and a name of its own "
+            "hook and was not disturbed. If this process is another job, give it a signal file and a name of its own "
             "(MIGRATOR_SIGNAL, MIGRATOR_JOB). If it only reads what the other one saves, it needs no listening(): the "
             "parts of a ckpt are safetensors files."
         )
 
     def release(self) -> None:
-        """Give it up. May be called twice."""
+        """Stop being the owner. May be called twice."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                self._path.unlink()  # before the lock goes: it may be another owner's file a moment later
+                self._path.unlink()  # before the unlock, after which the file may belong to another owner
         self._close()
 
     def _close(self) -> None:
@@ -80,18 +81,18 @@ class SignalOwner:
             os.close(fd)
 
     def _try(self, how: int) -> str | None:
-        """Lock it, or say who has."""
+        """Lock the file and return None, or return which process holds the lock."""
         try:
             self._open(may_make=how == fcntl.LOCK_EX)
             fcntl.lockf(self._fd, how | fcntl.LOCK_NB)
             if how == fcntl.LOCK_EX:
                 if not os.path.samestat(os.fstat(self._fd), self._path.stat()):
-                    raise FileNotFoundError(errno.ENOENT, "its owner took it away just now", str(self._path))
+                    raise FileNotFoundError(errno.ENOENT, "its owner has just removed it", str(self._path))
                 os.ftruncate(self._fd, 0)
                 os.pwrite(self._fd, f"{os.getpid()} ({sys.argv[0] if sys.argv else ''})".encode()[:_READ_AT_MOST], 0)
         except FileNotFoundError:
             self._close()
-            return _UNKNOWN if how == fcntl.LOCK_EX else None  # to be tried again
+            return _UNKNOWN if how == fcntl.LOCK_EX else None  # the caller tries again
         except OSError as error:
             if self._fd >= 0 and error.errno in _TAKEN:
                 found = os.pread(self._fd, _READ_AT_MOST, 0).decode(errors="replace")
@@ -104,7 +105,7 @@ class SignalOwner:
         if self._fd >= 0:
             return
         try:
-            # In a directory like /tmp nobody may open another user's file in a way that might make it.
+            # In a sticky directory like /tmp the kernel refuses O_CREAT on another user's file, even if it exists.
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except FileNotFoundError:
             if not may_make:

@@ -1,9 +1,9 @@
-"""Notices the signal, by whichever way it comes first.
+"""The thread that waits for a notice: SIGTERM or a request in the signal file.
 
-SIGTERM arrives through a pipe. The signal file is watched by inotify and, because
-inotify never fires for another client of a network volume, by a listing every
-fifth of a second; a listing, because there a plain `exists()` may say no for half
-a minute about a file that is there.
+SIGTERM arrives through a pipe. The signal file is watched by inotify, and also by
+listing its directory several times a second, because inotify does not report changes
+that another client of a network volume makes. It is a listing, because `exists()` may
+return False there for 30 s after the file has appeared.
 """
 
 from __future__ import annotations
@@ -17,48 +17,53 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from migrator.platform import launcher
-from migrator.notice import signal_file
 from migrator.errors import MigratorError
 from migrator.events import log
+from migrator.notice import signal_file
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.sigterm import Sigterm
+from migrator.platform import launcher
 
 LISTING_S = 0.2
+"""Time, in seconds, between two listings of the directory."""
+EXIT_MARGIN_S = 0.5
+"""Time, in seconds, before the deadline at which the process has to begin its exit."""
 
 
 @dataclass(frozen=True)
-class News:
-    """This pod must leave."""
+class Notice:
+    """A notice that this pod must leave."""
 
     source: str
     deadline_s: float
-    """On the monotonic clock: SIGKILL comes then."""
+    """When SIGKILL comes, on the monotonic clock."""
     grace_s: float
-    """From the news to the deadline."""
+    """Seconds from the notice to the deadline."""
     is_local: bool = True
-    """It came to this pod; else a peer is leaving, and this rank only with it."""
+    """The notice is for this pod. False: another pod of the job must leave, and this rank leaves with it."""
     is_again: bool = False
-    """It was answered before this process began, and the pod is still there: see `signal_file.in_force`."""
+    """It was answered before this process started, and the pod still exists: see `signal_file.answered_deadline`."""
 
 
 class Watcher(threading.Thread):
     """One thread, one pipe to wake it, one `close()`."""
 
-    def __init__(self, *, sigterm: Sigterm, file: SignalFile, grace_s: float, on_news: Callable[[News], None]) -> None:
+    def __init__(
+        self, *, sigterm: Sigterm, file: SignalFile, grace_s: float, on_notice: Callable[[Notice], None]
+    ) -> None:
         super().__init__(name="migrator-watcher", daemon=True)
         self._sigterm = sigterm
         self._file = file
         self._grace_s = grace_s
         self._sigterm_grace_s = launcher.sigterm_grace_s(grace_s, launcher.agent())
-        self._on_news = on_news
+        self._on_notice = on_notice
         self._nudge_fd, self._nudged_by = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._is_closed = False
         self._seen: Any = ()
         self._observer: Any = None
 
     def start(self) -> None:
-        """What is in the signal file now is news when this returns."""
+        """Start the thread. A request that the signal file contains now is noticed when this returns."""
         self._observe()
         self._try_to_look()
         super().start()
@@ -67,7 +72,7 @@ class Watcher(threading.Thread):
         from watchdog import events
         from watchdog.observers import Observer
 
-        # A root logger at DEBUG would get a line for each file event in the directory.
+        # watchdog logs each file event in the directory at DEBUG.
         theirs = logging.getLogger("watchdog")
         if theirs.level == logging.NOTSET:
             theirs.setLevel(logging.INFO)
@@ -78,12 +83,14 @@ class Watcher(threading.Thread):
                 if path in (event.src_path, event.dest_path):
                     nudge()
 
-        logging.getLogger("watchdog.observers.inotify").disabled = False  # see `close()`, of a life before this one
+        logging.getLogger(
+            "watchdog.observers.inotify"
+        ).disabled = False  # an earlier `close()` in this process disabled it
         observer = Observer()
         try:
-            # The rank of this pod that writes the file may not have come as far yet.
+            # Another rank of this pod writes the file, and may not have made its directory yet.
             self._file.path.parent.mkdir(parents=True, exist_ok=True)
-            # Only these: our own listing opens the directory, and would be told to us as an event.
+            # Only these: an event for opening would be reported for each listing of this thread.
             kinds: list[type[events.FileSystemEvent]] = [
                 events.FileCreatedEvent,
                 events.FileModifiedEvent,
@@ -108,7 +115,7 @@ class Watcher(threading.Thread):
         try:
             os.write(self._nudged_by, b".")
         except OSError:
-            pass  # full: it is awake already
+            pass  # the pipe is full, so the thread is awake already
 
     def run(self) -> None:
         poll = select.poll()
@@ -116,11 +123,11 @@ class Watcher(threading.Thread):
             poll.register(fd, select.POLLIN)
         while not self._is_closed:
             self._try_to_look()
-            self._sigterm.keep_heard()
+            self._sigterm.reinstall_in_kernel()
             ready = {fd for fd, _ in poll.poll(LISTING_S * 1000)}
             if self._sigterm.read_fd in ready and self._sigterm.drain():
                 left_s = self._sigterm_grace_s
-                self._on_news(News("SIGTERM", time.monotonic() + left_s, left_s))
+                self._on_notice(Notice("SIGTERM", time.monotonic() + left_s, left_s))
             if self._nudge_fd in ready:
                 os.read(self._nudge_fd, 4096)
 
@@ -138,31 +145,27 @@ class Watcher(threading.Thread):
         self._seen = fingerprint
         found = self._file.read()
         now = time.time()
-        if is_first and (deadline := self._file.in_force()) is not None:
-            # An answer that comes later is this life's own.
-            self._on_news(News("signal file", time.monotonic() + deadline - now, deadline - now, is_again=True))
+        if is_first and (deadline := self._file.answered_deadline()) is not None:
+            # Only on the first look: a later answer is that of this process itself.
+            self._on_notice(Notice("signal file", time.monotonic() + deadline - now, deadline - now, is_again=True))
             return
         if fingerprint is None or (found is not None and found.word != signal_file.SAVE):
             return
-        deadline = signal_file.is_open(
+        deadline = signal_file.open_deadline(
             found, now=now, mtime=fingerprint[1] / 1e9, grace_s=self._grace_s, container=self._file.container
         )
         if found is None or deadline is None:
-            why = "no request" if found is None else "a request whose deadline is over, or to an earlier container"
+            why = "no request" if found is None else "a request whose deadline is over, or for an earlier container"
             log("signal_ignored", level=logging.WARNING, file=self._file.path, holds=why)
             return
-        self._on_news(News("signal file", time.monotonic() + deadline - now, deadline - now))
-
-    def look_again(self) -> None:
-        """After our own answer was written: a request may have come in between."""
-        self._nudge()
+        self._on_notice(Notice("signal file", time.monotonic() + deadline - now, deadline - now))
 
     def close(self) -> None:
         """Stop and join. May be called twice."""
         self._is_closed = True
         self._nudge()
         if self._observer is not None:
-            # An event that comes while it stops is no error of the run, though watchdog logs it as one.
+            # watchdog logs an event that arrives while it stops as an error, which it is not.
             logging.getLogger("watchdog.observers.inotify").disabled = True
             self._observer.stop()
             self._observer.join(1.0)

@@ -1,4 +1,4 @@
-"""Where this process runs: pod, container, memory. Reads, decides nothing."""
+"""Where this process runs: pod, container, memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-
-_LAST_WORD_BYTES = 4096
-"""Of a longer message kubelet shows the end only."""
 
 
 def in_kubernetes(environ: Mapping[str, str]) -> bool:
@@ -20,14 +17,14 @@ def pod_name() -> str:
 
 
 def container_life(proc: Path = Path("/proc")) -> str:
-    """What the hooks call this container between its start and its end: the node's boot, and when process 1 started.
+    """An id of this container from its start to its end: the boot of the node, and when process 1 started.
 
-    A container that is started again in place gets another one, though its emptyDirs stay. Empty where `/proc` does
-    not say. In a pod whose containers share their process ids it is the pod's.
+    The hooks use the same id. A container that is started again in place gets another one, although its emptyDirs
+    stay. Empty if `/proc` cannot be read. In a pod with a shared PID namespace it is the id of the pod.
     """
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
-        # The name of the program, in parentheses, may hold anything; the 22nd field is the 20th behind it.
+        # The program's name, in parentheses, may contain any character. Field 22 is the 20th after it.
         started = (proc / "1/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
@@ -35,10 +32,10 @@ def container_life(proc: Path = Path("/proc")) -> str:
 
 
 def container(proc: Path = Path("/proc")) -> str:
-    """Equal in processes of one container, and only there.
+    """An id that is equal in all processes of one container, and in no other container.
 
-    The host's name does not tell: pods with `hostNetwork` have that of their node. The numbers of namespaces differ
-    between containers of one node, and mean nothing on another node, hence the boot.
+    The host name is not enough: pods with `hostNetwork` have the name of their node. The numbers of namespaces differ
+    between the containers of a node, but may be equal on two nodes; the boot id tells nodes apart.
     """
     found = [socket.gethostname(), container_life(proc)]
     for name in ("mnt", "pid"):
@@ -50,7 +47,7 @@ def container(proc: Path = Path("/proc")) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """A process of this pid exists here and is not a zombie."""
+    """A process with this pid exists here and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -59,7 +56,7 @@ def is_alive(pid: int) -> bool:
 
 
 def is_on_container_filesystem(path: Path) -> bool:
-    """`path` lies on the root file system of a container, which dies with the container."""
+    """`path` is on the root file system of a container, which is deleted with the container."""
     best, kind = "", ""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -74,7 +71,7 @@ def is_on_container_filesystem(path: Path) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes this process may still take: the machine's available memory, cut to the cgroup's limit."""
+    """Bytes that this process can still allocate: the available memory of the machine, at most the cgroup's limit."""
     free = 1 << 62
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -88,23 +85,6 @@ def free_memory() -> int:
     ):
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # "max" is no number: no limit
+        except (OSError, ValueError):  # "max" means no limit
             continue
     return max(0, free)
-
-
-def tell_kubelet(message: str, place: Path) -> None:
-    """Leave the last word where kubelet looks for it, if there is such a place: kubelet makes the file, not we."""
-    line = " ".join(message.split()).encode(errors="backslashreplace")
-    # A character that is cut in two would not be shown.
-    data = line[: _LAST_WORD_BYTES - 1].decode(errors="ignore").encode() + b"\n"
-    try:
-        # Not to wait for ever if the name is that of a pipe.
-        fd = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            os.write(fd, data)
-        finally:
-            os.close(fd)
-    except OSError:
-        # The log and the signal file say the same; this is a third way.
-        return

@@ -1,8 +1,8 @@
-"""What started this process, and what that means for the way it is stopped. Reads, decides nothing.
+"""What started this process, and what follows for the way it is stopped.
 
-An agent (torchrun) stands between kubelet and the ranks. It passes SIGTERM on to
-them and ends them by SIGKILL after a time of its own, which may be shorter than the
-grace. A rank that leaves by itself it starts again, also inside a pod that is going.
+An agent (torchrun) runs between kubelet and the ranks. It forwards SIGTERM to them
+and ends them with SIGKILL after its own timeout, which may be shorter than the grace.
+It starts a rank that leaves by itself again, even inside a pod that is about to end.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from migrator.platform import container as environment
+from migrator.platform import container
 
 SHUTDOWN_S = 30.0
-"""What torchrun waits between SIGTERM and SIGKILL if nothing else is said."""
+"""The default time, in seconds, from torchrun's SIGTERM to its SIGKILL."""
 _MARGIN_S = 1.0
-"""What is left of that time for the end of the process, once all is saved."""
+"""Part of this time, in seconds, that is reserved for the end of the process after the save."""
 _OPTION = "--shutdown-timeout"
 _SIZES = {
-    # Of the step that srun makes; a batch script has SLURM_NTASKS too, and may start one python.
+    # Only set in a step of srun. SLURM_NTASKS is also set in a batch script, which may start a single process.
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",
@@ -33,22 +33,22 @@ _SIZES = {
     "JSM_NAMESPACE_SIZE": "jsrun",
     "HOROVOD_SIZE": "horovodrun",
 }
-"""How many processes were started together, in a variable that only those have, and by what."""
+"""Variables with the number of processes that were started together, and the launcher that sets them."""
 _SHELLS = {"sh", "ash", "bash", "busybox", "dash", "ksh", "zsh"}
 
 
 @dataclass(frozen=True)
 class Agent:
-    """The process that starts ranks again that leave."""
+    """The process that starts the ranks, and starts them again when they leave: torchrun."""
 
     pid: int
     life: str
-    """Another one for each agent of a container; empty where `/proc` does not say."""
+    """An id of the agent, which differs between agents of one container; empty if `/proc` cannot be read."""
     shutdown_s: float = SHUTDOWN_S
-    """From its SIGTERM to the ranks to its SIGKILL."""
+    """Time, in seconds, from its SIGTERM to its SIGKILL."""
 
     def end(self) -> bool:
-        """SIGTERM, as kubelet sends it: it ends its ranks, and starts none of them again. False: it is not there."""
+        """Send SIGTERM, as kubelet does: the agent ends its ranks and starts none again. False: it does not exist."""
         if not self.life or _life(self.pid, Path("/proc")) != self.life:
             return False
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ class Agent:
 
 
 def agent(environ: Mapping[str, str] | None = None, *, proc: Path = Path("/proc")) -> Agent | None:
-    """The agent that has started this process, if one has."""
+    """The agent that has started this process, if there is one."""
     environ = os.environ if environ is None else environ
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
@@ -67,41 +67,41 @@ def agent(environ: Mapping[str, str] | None = None, *, proc: Path = Path("/proc"
 
 
 def sigterm_grace_s(grace_s: float, found: Agent | None) -> float:
-    """How long this process has from a SIGTERM on: to the end of the grace, or to the agent's SIGKILL."""
+    """Seconds from SIGTERM until this process must have ended: by the end of the grace, or by the agent's SIGKILL."""
     if found is None:
         return grace_s
     return min(grace_s, found.shutdown_s - min(_MARGIN_S, 0.1 * found.shutdown_s))
 
 
 def shutdown_timeout_s(environ: Mapping[str, str], command: list[str], script: str) -> float:
-    """`torchrun --shutdown-timeout`, given in its command line or by the variables that it reads."""
+    """The value of `torchrun --shutdown-timeout`, from its command line or from the variables that it reads."""
     variables = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     given = [_of_command(command, script), *map(environ.get, variables)]
     return next((float(text) for text in given if text is not None and text.strip().isdecimal()), SHUTDOWN_S)
 
 
 def _of_command(command: list[str], script: str) -> str | None:
-    """The last one counts; behind the script come its own options."""
+    """The last option counts. Options after the script belong to the script."""
     found = None
     for word, following in zip(command, [*command[1:], ""], strict=False):
         if _is_script(word, script):
             break
         name, equals, value = word.partition("=")
-        # As torchrun reads it: either spelling, and any beginning that means no other option.
+        # As torchrun parses it: with dashes or underscores, and abbreviated as long as it is unambiguous.
         if len(name) > len("--sh") and _OPTION.startswith(name.replace("_", "-")):
             found = value if equals else following
     return found
 
 
 def _is_script(word: str, script: str) -> bool:
-    """As a file, or by the name of a module."""
+    """This word of the command line is the script, as a file or as a module."""
     as_file = word.replace(".", "/") + ".py"
     return bool(script) and (Path(word).name == Path(script).name or f"/{script}".endswith(f"/{as_file}"))
 
 
 @dataclass(frozen=True)
 class Several:
-    """What a launcher says of the processes that it has started together."""
+    """Processes that a launcher has started together."""
 
     by: str
     variable: str
@@ -109,18 +109,19 @@ class Several:
 
     @property
     def refusal(self) -> str:
-        """What to tell one of them that trains as if it were alone."""
+        """The error for a process that would train as a job of one rank."""
         return (
             f"listening(): this process is one of {self.size} that {self.by} has started "
             f"({self.variable}={self.size}), but there is no process group: each of them would be a job by itself, and "
             "save and load beside the others. Call torch.distributed.init_process_group() before listening(), with "
-            "rank and number as the launcher tells them. If each is a job by itself, give each its own MIGRATOR_JOB "
-            "and MIGRATOR_SIGNAL, and say so: MIGRATOR_RANKS=1."
+            "the rank and the number of ranks from the launcher. If each is a job by itself, give each its own "
+            "MIGRATOR_JOB and MIGRATOR_SIGNAL, and set MIGRATOR_RANKS=1."
         )
 
 
 def one_of_several(environ: Mapping[str, str]) -> Several | None:
-    """This process was started together with others. What says how it was started to torch is asked elsewhere."""
+    """The launcher that started this process with others; None also if WORLD_SIZE is set, as `ranks.place` handles
+    it."""
     if "WORLD_SIZE" in environ:
         return None
     for variable, by in _SIZES.items():
@@ -130,7 +131,7 @@ def one_of_several(environ: Mapping[str, str]) -> Several | None:
 
 
 def warnings(environ: Mapping[str, str], *, grace_s: float, pid_1: Path = Path("/proc/1/cmdline")) -> list[str]:
-    """How the way this job was started can lose it when its pod goes, and what to do about it."""
+    """Ways in which this kind of start can lose the job when its pod ends, and what to do about them."""
     found = []
     nodes, restarts, most = (
         _number(environ.get(name))
@@ -138,9 +139,9 @@ def warnings(environ: Mapping[str, str], *, grace_s: float, pid_1: Path = Path("
     )
     if nodes > 1 and "TORCHELASTIC_MAX_RESTARTS" in environ and restarts >= most:
         found.append(
-            f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes goes, the "
-            "agents of the others end with exit code 1; have their pods start them again (restartPolicy: OnFailure) or "
-            "raise --max-restarts, which does not help when the node goes that holds torchrun's store"
+            f"torchrun has no restart left ({restarts} of {most}): when the pod of one of the {nodes} nodes ends, the "
+            "agents of the others end with exit code 1; let their pods start them again (restartPolicy: OnFailure) or "
+            "raise --max-restarts, which does not help when the node with torchrun's store ends"
         )
     ours = agent(environ)
     if ours is not None and ours.shutdown_s < grace_s:
@@ -152,13 +153,13 @@ def warnings(environ: Mapping[str, str], *, grace_s: float, pid_1: Path = Path("
         )
     if multiprocessing.parent_process() is not None and "TORCHELASTIC_RUN_ID" not in environ:
         found.append(
-            "this rank was started by multiprocessing (mp.spawn), whose parent passes no SIGTERM on, and ends with "
-            "exit code 1 when its ranks leave; use the preStop hook, or start the ranks by torchrun"
+            "this rank was started by multiprocessing (mp.spawn), whose parent does not forward SIGTERM and ends with "
+            "exit code 1 when its ranks leave; use the preStop hook, or start the ranks with torchrun"
         )
-    if environment.in_kubernetes(environ) and os.getpid() != 1 and _is_shell(pid_1):
+    if container.in_kubernetes(environ) and os.getpid() != 1 and _is_shell(pid_1):
         found.append(
-            "process 1 of this container is a shell, which passes no SIGTERM on; begin the trainer's line with `exec` "
-            '(sh -c "exec python train.py"), or rely on the preStop hook alone'
+            "process 1 of this container is a shell, which does not forward SIGTERM; begin the trainer's line with "
+            '`exec` (sh -c "exec python train.py"), or rely on the preStop hook alone'
         )
     return found
 
@@ -180,7 +181,7 @@ def _command(cmdline: Path) -> list[str]:
 
 
 def _starter(proc: Path) -> int:
-    """The process that has started this rank. A script may stand between the two, but not another session."""
+    """The process that started this rank. A wrapper script may run between them, but in the same session."""
     if multiprocessing.parent_process() is None:
         leader = os.getsid(0)
         if leader not in (0, os.getpid()) and (stat := _stat(leader, proc)):
@@ -194,7 +195,8 @@ def _life(pid: int, proc: Path) -> str:
 
 
 def _stat(pid: int, proc: Path) -> list[str]:
-    """The fields behind the name of the program, which may hold anything; empty if there is no such process."""
+    """The fields of `stat` after the program's name, which may contain any character; empty if there is no such
+    process."""
     try:
         found = (proc / f"{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

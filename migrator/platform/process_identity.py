@@ -1,13 +1,13 @@
-"""Who wrote something on the volume, so that a later life can tell whether that process has surely ended.
+"""The identity of a process, written to the volume: a later life can check whether that process has certainly ended.
 
-A process of the same host, kernel and PID namespace is looked up by its id and start
-time, which together are never given twice. If its namespace is gone and another one has
-its number, all its processes are gone as well. A process of an earlier instance of this
-very container, in the same pod, has ended too: kubelet starts the next instance only
-then. It mounts a file of its own into each instance, and the mount's name tells pod,
-container and instance apart.
+A process of the same host, kernel and PID namespace is looked up by its pid and start
+time; together they are never reused. If its PID namespace has ended and another one
+has the same number, no process with this pid and start time exists. A process of an
+earlier instance of the same container in the same pod has ended, too: kubelet starts
+the next instance only after that. Kubelet mounts a file of its own into each instance,
+and the path of this mount contains pod, container and instance.
 
-Everywhere else nothing can be known from here, and nobody is taken for dead.
+In all other cases nothing is known, and the process counts as alive.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 from migrator.platform.container import pod_name
 
 _INSTANCE = re.compile(r"(\S*/pods/[^/\s]+/containers/[^/\s]+)/([^/\s]+)")
-"""Where kubelet keeps what a container says at its end: pod, container, instance."""
+"""The path at which kubelet keeps the termination message: pod, container, instance."""
 
 
 def mine(*, proc: Path = Path("/proc")) -> dict[str, Any]:
-    """What tells this process from all others, as JSON can hold it."""
+    """The identity of this process, as JSON."""
     found = {"host": pod_name(), "pid": os.getpid(), "started": _started(proc, os.getpid()), **_kernel(proc)}
     return {**found, **_instance(proc)}
 
 
 def has_ended(other: Mapping[str, Any], *, proc: Path = Path("/proc")) -> bool:
-    """Whether the process that said this of itself has surely ended."""
+    """Whether the process with this identity has certainly ended."""
     here = {"host": pod_name(), **_kernel(proc), **_instance(proc)}
 
     def is_same(*keys: str) -> bool:
@@ -50,12 +50,12 @@ def _is_there(proc: Path, pid: int, started: str) -> bool:
         return False
     except PermissionError:
         pass
-    # Empty: the process is there, and only its file cannot be read.
+    # Empty: the process exists, but its file cannot be read.
     return _started(proc, pid) in (started, "")
 
 
 def _started(proc: Path, pid: int) -> str:
-    """In ticks since the kernel's start; empty if that cannot be read."""
+    """The start time of a process, in ticks since the boot; empty if it cannot be read."""
     try:
         fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
         return "it ended" if fields[0] in "ZX" else fields[19]

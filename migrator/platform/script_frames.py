@@ -1,8 +1,8 @@
-"""What the frames of the script tell: where in it a loop stands, and how a loop was left.
+"""What the stack frames of the script show: where in the script a loop is, and how a loop was left.
 
-Python tells an iterator that it is let go, but not why. A `break` or `return` drops the
-loop's iterator by an instruction of its own; an exception drops it wherever it is raised.
-So the instruction at which the script's frame stands tells the two apart.
+Python informs an iterator that it is closed, but not why. `break` and `return` drop the
+loop's iterator with certain bytecode instructions; an exception drops it at any other
+instruction. So the current instruction of the script's frame shows which one it was.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _STDLIB = str(Path(os.__file__).parent) + os.sep
 _LIBRARIES = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
 
 _LETS_GO = {"POP_TOP", "POP_ITER", "END_FOR"}
-"""Drops the iterator of a `for` that is left by `break` or `return`."""
+"""Instructions that drop the iterator of a `for` loop after `break` or `return`."""
 _ENDS = {"FOR_ITER"}
-"""What stands around our iterator came to its end, between two batches; or what it called failed."""
+"""An iterator around ours has ended between two batches, or something that it called has failed."""
 _SUSPENDED = {"YIELD_VALUE", "RESUME", "SEND", "YIELD_FROM"}
-"""A generator of the script's stands at its `yield` and is being let go itself."""
+"""A generator of the script is suspended at its `yield` and is being closed itself."""
 _FORGETS = ("STORE_", "DELETE_")
-"""Drops what a variable held, an iterator or the exception whose frames hold one."""
+"""Prefixes of instructions that drop the value of a variable: an iterator, or an exception whose frames hold one."""
 _DELEGATES = {"SEND", "YIELD_FROM"}
-"""A generator that hands on what another one yields."""
+"""Instructions of `yield from`."""
 _CALLS = {name for name in dis.opmap if name.startswith("CALL")} | {"PRECALL"}
 _GOES_ELSEWHERE = {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE", "FOR_ITER"} | {
     *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
 }
-"""Nothing gets past these to what follows them."""
+"""Instructions after which the next one in the code is not executed next."""
 
 
 def is_ours(frame: FrameType) -> bool:
@@ -45,19 +45,19 @@ def is_generator(frame: FrameType) -> bool:
 
 
 def is_delegating(frame: FrameType) -> bool:
-    """The generator stands at a `yield from`: what it hands on it does not see."""
+    """The generator is at a `yield from`, so it does not see the items."""
     return _instruction(frame.f_code, frame.f_lasti)[0] in _DELEGATES
 
 
 def script(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from here on that is not of this package."""
+    """The innermost frame that does not belong to this package, from `frame` outwards."""
     while frame is not None and is_ours(frame):
         frame = frame.f_back
     return frame
 
 
 def is_asked_by_hand(frame: FrameType | None) -> bool:
-    """The script calls `next()` itself; no `for` stands at the end of whatever is in between."""
+    """The script calls `next()` itself, directly or through generators, instead of using a `for` loop."""
     frame = script(frame)
     while frame is not None and is_generator(frame) and script(frame.f_back) is not None:
         frame = script(frame.f_back)
@@ -65,7 +65,7 @@ def is_asked_by_hand(frame: FrameType | None) -> bool:
 
 
 def takers(frame: FrameType | None) -> frozenset[int]:
-    """The frames that take a batch, by their ids: the loop's, and those of generators in between."""
+    """The ids of the frames that take a batch: the frame of the loop, and those of generators in between."""
     found: set[int] = set()
     frame = script(frame)
     while frame is not None:
@@ -77,10 +77,10 @@ def takers(frame: FrameType | None) -> frozenset[int]:
 
 
 def is_left_at_will(frame: FrameType | None, *, took: frozenset[int], may_end: bool = True) -> bool | None:
-    """Why the iterator is let go in this frame: True: by `break` or `return`, False: by an exception, None: not known.
+    """Why the iterator is closed in this frame. True: `break` or `return`; False: an exception; None: not known.
 
-    `took`: the frames that took the last batch. `may_end`: nothing around the iterator calls functions of the
-    script's, so that its end is an end and no exception.
+    `took`: the frames that took the last batch. `may_end`: no iterator around ours calls functions of the script, so
+    if such an iterator ends, the reason is not an exception.
     """
     frame = script(frame)
     while frame is not None:
@@ -92,15 +92,15 @@ def is_left_at_will(frame: FrameType | None, *, took: frozenset[int], may_end: b
         if name.startswith(_FORGETS):
             return False if follows_exception else None
         if not (is_generator(frame) and name in _SUSPENDED):
-            # A call in a frame that took none: a function ended that held the iterator in a variable. Had it failed,
-            # its traceback would hold it.
+            # A call in a frame that took no batch: a function has returned that held the iterator in a variable. If it
+            # had failed, its traceback would still hold the iterator.
             return None if name in _CALLS and id(frame) not in took else False
         frame = script(frame.f_back)
     return False
 
 
-def is_let_go(frame: FrameType) -> bool:
-    """A generator runs its last lines because nobody holds it any more: an exception would get no further."""
+def is_finalized(frame: FrameType) -> bool:
+    """The generator is being finalized because nothing refers to it: an exception would not leave it."""
     caller = frame.f_back
     if not is_generator(frame) or caller is None:
         return False
@@ -110,7 +110,7 @@ def is_let_go(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _instruction(code: CodeType, last: int) -> tuple[str, bool]:
-    """The instruction at which a frame stands, and whether it is on the way out of an `except` or `finally`."""
+    """The current instruction of a frame, and whether it follows the end of an `except` or `finally` block."""
     at, follows_exception = "", False
     for instruction in dis.get_instructions(code):
         if instruction.offset > last:
@@ -123,7 +123,7 @@ def _instruction(code: CodeType, last: int) -> tuple[str, bool]:
 
 
 def loop_in_script(frame: FrameType | None) -> str:
-    """Where in the script an iterator is asked for its next item."""
+    """The place in the script where the next item of an iterator is requested."""
     frame = script(frame)
     if frame is None:
         return ""
@@ -132,10 +132,10 @@ def loop_in_script(frame: FrameType | None) -> str:
 
 
 def place_in_script(frame: FrameType | None) -> tuple[str, str]:
-    """Where in the script a call of `batches` stands, by a name that is the same in every life, and for people.
+    """The place of a call of `batches` in the script: a name that is the same in every life, and a text for people.
 
-    The name holds the functions on the way there, not their lines, so that a line added elsewhere changes nothing.
-    Where a function calls another several times, it says which of the calls it is.
+    The name contains the functions on the way to the call but no line numbers, so that a line added elsewhere does not
+    change it. If a function calls another one several times, the name contains the number of the call.
     """
     steps: list[str] = []
     called, shown = "batches", ""
@@ -160,7 +160,7 @@ def _is_of_python(file: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _which_call(code: CodeType, last: int, name: str) -> str:
-    """How often the function names what it calls up to there; if it has another name for it, how often it calls."""
+    """The number of this call among those that use `name`; if the code uses another name, among all calls."""
     before = [i for i in dis.get_instructions(code) if i.offset <= last]
     named = sum(i.argval == name and i.opname.startswith("LOAD") for i in before)
     return str(named) if named else f"call {sum(i.opname in _CALLS for i in before)}"

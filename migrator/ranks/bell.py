@@ -1,12 +1,12 @@
-"""How a rank hears at once that there is something to read, without asking for it again and again.
+"""How a rank learns at once that there are new lines, without polling.
 
-A thread of each rank waits in the store for a key of its rank with the next number. Whoever writes something that all
-have to read sets that key for all ranks, in one call. So a thousand idle ranks cost the store nothing, and hear of a
-notice as soon as two do.
+A thread of each rank waits in the store for a key of its rank with the next number. A rank that writes a line for all
+ranks sets these keys, in one call. So a thousand idle ranks cost the store nothing, and a notice reaches them as fast
+as it reaches two.
 
-The wait has no end, since the store's library prints a line each time one ends in vain. A rank that closes sets its own
-key. Where the store has ended, or hangs for good, the thread is left where it is: nothing can wake it any more while
-the interpreter ends, so it cannot break into that.
+The wait has no timeout, because the store's library prints a line for each wait that times out. To end its own thread,
+a rank sets its own key. If the store has ended or hangs, the thread stays in its wait: nothing wakes it, so it cannot
+disturb the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-_LONG = timedelta(days=30)
+_FOREVER = timedelta(days=30)
+"""Timeout of the wait; longer than any run."""
 
 
 def ring(store: Any, name: str, size: int) -> None:
@@ -30,7 +31,7 @@ def _key(name: str, rank: int, number: int) -> str:
 
 
 class Bell(threading.Thread):
-    """One thread, one connection."""
+    """The thread that waits for rings. It needs a connection of its own."""
 
     def __init__(self, store: Any, name: str, rank: int, on_ring: Callable[[], None], *, number: int = 1) -> None:
         super().__init__(name="migrator-bell", daemon=True)
@@ -45,20 +46,20 @@ class Bell(threading.Thread):
         while not self.is_closed:
             key = _key(self._prefix, self._rank, self.number)
             try:
-                self._store.wait([key], _LONG)
+                self._store.wait([key], _FOREVER)
                 if not self.is_closed:
                     self._on_ring()
                 self._store.delete_key(key)
-            except RuntimeError:  # the store is gone: whoever asks it something finds out
+            except RuntimeError:  # the store is gone, as the next call to it will show
                 break
             self.number += 1
 
     def nudge(self, store: Any) -> None:
-        """Go on to the next number: the ring with this one was not heard."""
+        """Go on to the next number, because nobody will ring with this one."""
         store.set(_key(self._prefix, self._rank, self.number), "1")
 
     def close(self, store: Any, timeout_s: float) -> None:
-        """End the thread, through another connection than its own."""
+        """End the thread. `store`: another connection than the one that the thread waits on."""
         self.is_closed = True
         if self.is_alive():
             store.set(_key(self._prefix, self._rank, self.number), "1")

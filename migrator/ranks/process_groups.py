@@ -1,10 +1,10 @@
-"""A script that destroys its process group and makes another one, in the same process.
+"""Makes it safe for a script to destroy its process group and make another one in the same process.
 
-Where rank 0 serves the job's store, the store stays there as long as this life needs it, with the keys of the group
-that was destroyed. torch gives the next group of the process the same server and the same names of keys, so gloo would
-connect to addresses that nobody listens at any more, and hang. So each further group gets keys of its own.
+If rank 0 serves the job's store, the server runs as long as this life needs it, and keeps the keys of the destroyed
+group. torch uses the same server and the same key names for the next group, so gloo would read old addresses, connect
+to ports where nobody listens, and hang. So each further group gets a key prefix of its own.
 
-The price: a process that does not listen cannot be in such a group, and neither can another number of ranks.
+The price: all processes of such a group must have called `listening()`, and their number must not change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from migrator.errors import UsageError
 
 
 class Regroup:
-    """Every process group that is made from now on."""
+    """Adds a prefix to the keys of every process group that is made from now on."""
 
     def __init__(self, nonce: str, rank: int, size: int) -> None:
         self._module: Any = vars(distributed)["distributed_c10d"]
@@ -29,9 +29,9 @@ class Regroup:
 
         def rendezvous(url: str, rank_now: int = -1, size_now: int = -1, **more: Any) -> Iterator[tuple[Any, int, int]]:
             nonlocal groups
-            groups += 1  # on each rank alike: all of them make a group together
+            groups += 1  # equal on all ranks, since all of them make each group together
             said = (rank_now, "RANK", rank), (size_now, "WORLD_SIZE", size)
-            # Before it is tried: the address may still be that of this life's store.
+            # Checked before connecting, because the address may be that of this life's store.
             _check(rank, size, *(_said(given, name, known) for given, name, known in said))
             for store, rank_found, size_found in before(url, rank_now, size_now, **more):
                 _check(rank, size, rank_found, size_found)
@@ -44,7 +44,7 @@ class Regroup:
 
 
 def _said(given: int, variable: str, known: int) -> int:
-    """An argument, or what stands for it in the environment; where neither says it, what is known."""
+    """The argument, else the environment variable, else the known value."""
     found = os.environ.get(variable, "")
     return given if given != -1 else int(found) if found.isdecimal() else known
 
@@ -53,6 +53,6 @@ def _check(rank: int, size: int, rank_now: int, size_now: int) -> None:
     if (rank_now, size_now) != (rank, size):
         raise UsageError(
             f"init_process_group(): this process is rank {rank_now} of {size_now} now, and was rank {rank} of {size} "
-            "in listening(). Call migrator.close() before the group is made anew, and register() and listening() "
-            "behind it; or start the processes anew, which resumes on any number of ranks."
+            "in listening(). Call migrator.close() before you make the new group, and register() and listening() "
+            "after it; or start new processes, which resume on any number of ranks."
         )

@@ -1,64 +1,56 @@
-"""How ranks come to one answer: which safe point all of them save before they leave.
+"""How the ranks agree on the safe point that all of them save before they leave.
 
-The ranks share a log that can only grow and that all of them read in the same
-order, and report to those who decide or collect; what one rank has read of both is
-its *board*. Nothing is ever taken back: of several lines that say the
-same thing differently, the first one counts. What a rank does next follows from
-what it has read, what it has done and what lies on storage, and from nothing
-else: `next_act` is a pure function, so that a model checker can drive as many
-ranks through as many orders of events as there are.
+The ranks append to a shared log, which all of them read in the same order, and
+send reports to the ranks that decide or collect. What one rank has read of both
+is its *known lines*. Lines are never withdrawn: if several lines answer the same
+question differently, the first one counts. The next act of a rank depends only on
+its known lines, on what it has done, and on what is on storage. So `next_act` is
+a pure function, and a model checker can run it through all orders of events.
 
-    news      this rank must leave
-    reach     the safe point I am at, or on my way to, and which turns of its step I can save; my gate is shut behind it
-    decide    the target: of the highest step the turn that all can save; and who reported
-    fate      of a decision: "commit", or "again" if it cannot be saved
-    alone     I can not reach the target; I save what I have
-    bye       my script has ended
+    notice    this rank must leave
+    reach     the safe point this rank is at, or on its way to, and the turns of its step that this rank can save;
+              the gate is shut behind it
+    decide    the target: in the highest step, the turn that all ranks can save; and which ranks have reported
+    fate      of a decision: "commit", or "again" if the target cannot be saved
+    alone     this rank cannot reach the target and saves the safe point that it is at
+    bye       the script of this rank has ended
 
-Nobody waits for ever: whoever cannot get to the target settles for the safe point
-it is at, for good, and saves that by itself.
+No rank waits without a limit. A rank that cannot reach the target saves the safe
+point that it is at, by itself. This choice is final.
 
-The price: if a rank is lost in mid-step there may be two whole ckpts; the higher
-step is taken.
+The price: if a rank is lost in the middle of a step there may be two complete
+ckpts. The one with the higher step is loaded.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-Point = tuple[int, int]
-"""A safe point: the step, and how often since then a new round of the loop was entered."""
-
-Turns = tuple[tuple[int, str], ...]
-"""Safe points of one step that a rank can still save, lowest first: the turn, and where in the script its loop stood.
-
-The place is empty for turn 0, behind the step itself: there all ranks stand alike. At another turn an empty place is
-one that is not known, and like no other.
-"""
+from migrator.ckpt.point import Point, Turns
 
 COMMIT, AGAIN = "commit", "again"
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one rank wrote on the board."""
+    """What one rank wrote on the shared log."""
 
     what: str
     rank: int
     ballot: int = 0
-    """Which decision it is about: there is another one if the first could not be saved."""
+    """The number of the decision it belongs to. If a target cannot be saved, a further decision is made."""
     point: Point | None = None
     is_trained: bool = False
     members: tuple[int, ...] = ()
     fate: str = ""
     info: str = ""
     turns: Turns = ()
-    """What can be saved of the step of `point`; none named: that very turn."""
+    """The turns that can be saved in the step of `point`. Empty: only the turn of `point`."""
 
     def to_text(self) -> str:
         fields: dict[str, Any] = {"what": self.what, "rank": self.rank}
@@ -73,7 +65,7 @@ class Line:
 
     @staticmethod
     def of(text: str) -> Line | None:
-        """The line this text is; None for what nobody of ours wrote."""
+        """Parse a line; None if no rank of this job can have written this text."""
         try:
             fields = json.loads(text)
             point = fields.pop("point", None)
@@ -87,24 +79,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was agreed on."""
+    """The content of a `decide` line."""
 
     target: Point | None
-    """None: nobody has anything to save."""
+    """None: no rank has anything to save."""
     members: tuple[int, ...]
-    """Who reported in time, lowest first: they share the work."""
+    """The ranks that reported in time, in ascending order. They share the work."""
     is_trained: bool
 
 
 @dataclass(frozen=True)
-class Board:
-    """What the lines say, read in order."""
+class KnownLines:
+    """The lines that a rank has read, in order."""
 
     lines: tuple[Line, ...]
-
-    @staticmethod
-    def of(lines: Iterable[Line]) -> Board:
-        return Board(tuple(lines))
 
     @cached_property
     def _by(self) -> dict[str, list[Line]]:
@@ -120,11 +108,11 @@ class Board:
         return [line for line in self.named(what) if line.ballot == ballot]
 
     @property
-    def news(self) -> Line | None:
-        return next(iter(self.said("news")), None)
+    def notice(self) -> Line | None:
+        return next(iter(self.said("notice")), None)
 
     def reaches(self, ballot: int) -> dict[int, Line]:
-        """The first report of each rank."""
+        """The first `reach` line of each rank."""
         found: dict[int, Line] = {}
         for line in self.said("reach", ballot):
             found.setdefault(line.rank, line)
@@ -138,58 +126,59 @@ class Board:
         return next((line.fate for line in self.said("fate", ballot)), None)
 
     def out(self) -> set[int]:
-        """Whom nobody has to wait for: who ended, and who goes on alone."""
+        """Ranks that need not be waited for: those that have ended, and those that save alone."""
         return {line.rank for what in ("bye", "alone") for line in self.named(what)}
 
 
 @dataclass(frozen=True)
 class Self:
-    """What one rank knows of itself."""
+    """The state of one rank in the agreement."""
 
     rank: int
-    has_news: bool = False
+    has_notice: bool = False
     ballot: int = 0
     is_stopped: bool = False
-    """The gate is shut, and the reach was read behind it; for this ballot."""
+    """For this ballot the gate was shut, and then the reach was read."""
     reach: Point | None = None
     turns: Turns = ()
-    """What this rank can save of the step of its reach."""
+    """The turns that this rank can save in the step of its reach."""
     is_trained: bool = False
     let: Point | None = None
-    """The gate lets the loop on up to here."""
+    """The gate lets the loop go on up to this point."""
     is_alone: bool = False
     is_taken: bool = False
-    """The state of the target is held fast, ready to be written."""
+    """The state of the target is captured and protected from changes, ready to be written."""
     is_unclean: bool = False
-    """The target's state is lost here: something changed it."""
+    """This rank cannot save the target any more: something changed its state."""
     has_shared: bool = False
     """This rank's own share and its own state are durable."""
 
 
 @dataclass(frozen=True)
 class View:
-    """What the rest of the world looks like to a rank right now."""
+    """What a rank sees of the other ranks, of the store and of storage at this moment."""
 
-    board: Board
-    """As it was read last."""
-    is_lost: bool = False
-    """The store that holds the board is gone: nothing is read or written there any more."""
+    known: KnownLines
+    """The lines that were read so far."""
+    store_is_unreachable: bool = False
+    """The store that holds the shared log cannot be reached: nothing is read or written there."""
     is_committed: bool = False
     """The manifest of the target, or of what this rank saves alone, exists."""
     is_complete: bool = False
-    """Every share of the target is durable, whoever wrote it."""
+    """Every share of the target is durable, no matter which rank wrote it."""
     is_at_target: bool = False
-    """The loop stands at the safe point that is to be saved."""
+    """The loop stands at the safe point to be saved."""
     is_at_sooner: bool = False
-    """A rank alone stands at one below that, which can be saved too: it has entered an epoch on its way."""
+    """A rank that saves alone stands at an earlier safe point of the same step, which can be saved as well: it has
+    entered an epoch on its way."""
     window_is_over: bool = False
-    """Reports had time enough to come in."""
+    """The time for reports to arrive is over."""
     help_is_due: bool = False
-    """Shares that are still missing had time enough to be written by those whose they are."""
+    """The time in which a rank writes its own share is over; other ranks write the shares that are missing."""
     is_over: bool = False
-    """The loop has ended, and not at the safe point that is to be saved."""
+    """The loop has ended at another safe point than the one to be saved."""
     patience_is_over: bool = False
-    """The target should have been reached, and saved, by now."""
+    """The time to reach and save the target is over."""
 
 
 class Act(enum.Enum):
@@ -197,62 +186,62 @@ class Act(enum.Enum):
 
     WAIT = "wait"
     STOP = "stop"
-    """Shut the gate, and read the reach behind it, in one act."""
+    """Shut the gate and then read the reach, in one act."""
     POST = "post"
     LET = "let"
-    """Let the loop on to the target, and no further."""
-    SETTLE = "settle"
-    """Take the safe point this rank is at for its own target, for good."""
+    """Let the loop go on to the target, and no further."""
+    SAVE_ALONE = "save alone"
+    """Make the safe point that this rank is at its own target. This is final."""
     TAKE = "take"
-    """Hold the state of the target fast."""
+    """Capture the state of the target and protect it from changes."""
     SHARE = "share"
-    """Write this rank's own share and state."""
+    """Write the share and the state that belong to this rank."""
     HELP = "help"
-    """Write the next share that is missing."""
+    """Write the next missing share."""
     COMMIT = "commit"
     ANEW = "anew"
-    """The target cannot be saved: begin anew."""
+    """The target cannot be saved: start a new ballot."""
     DONE = "done"
     NOTHING = "nothing"
-    """There is nothing to save, here or anywhere."""
+    """This rank has nothing to save, and no other rank has."""
 
 
 Step = tuple[Act, Line | Point | None]
 
 
 def next_act(me: Self, view: View, size: int) -> Step:
-    """What this rank does next, and with what."""
+    """The next act of this rank, with the line or point that it needs."""
     if view.is_committed:
         return Act.DONE, None
     if me.is_alone:
         return _alone(me, view)
-    if view.is_lost and not (me.has_news or me.is_stopped or view.board.news):
-        return Act.WAIT, None  # nobody must leave, as far as anybody can know
-    if view.is_lost and (not me.is_stopped or view.board.decision(me.ballot) is None):
-        return Act.SETTLE, None
+    if view.store_is_unreachable and not (me.has_notice or me.is_stopped or view.known.notice):
+        return Act.WAIT, None  # no notice is known to this rank, so it must not leave
+    if view.store_is_unreachable and (not me.is_stopped or view.known.decision(me.ballot) is None):
+        return Act.SAVE_ALONE, None
     return _together(me, view, size)
 
 
 def _together(me: Self, view: View, size: int) -> Step:
-    board = view.board
-    if board.news is None:
-        return (Act.POST, Line("news", me.rank)) if me.has_news else (Act.WAIT, None)
+    known = view.known
+    if known.notice is None:
+        return (Act.POST, Line("notice", me.rank)) if me.has_notice else (Act.WAIT, None)
     if not me.is_stopped:
         return Act.STOP, None
-    reaches = board.reaches(me.ballot)
-    if me.rank not in reaches and not view.is_lost:
+    reaches = known.reaches(me.ballot)
+    if me.rank not in reaches and not view.store_is_unreachable:
         turns = () if me.turns == ((0, ""),) else me.turns
         return Act.POST, Line("reach", me.rank, me.ballot, me.reach, me.is_trained, turns=turns)
-    decision = board.decision(me.ballot)
+    decision = known.decision(me.ballot)
     if decision is None:
-        is_all = board.out() | set(reaches) >= set(range(size))
+        is_all = known.out() | set(reaches) >= set(range(size))
         if view.window_is_over or is_all:
             return Act.POST, _decide(me, reaches, is_all=is_all)
         return Act.WAIT, None
     if decision.target is None or not decision.is_trained:
-        # Whoever comes late and is whole has nobody left to agree with.
-        return (Act.SETTLE if me.reach is not None and me.is_trained else Act.NOTHING), None
-    if board.fate(me.ballot) == AGAIN:
+        # The others have decided that there is nothing to save. A late rank with a whole state saves it alone.
+        return (Act.SAVE_ALONE if me.reach is not None and me.is_trained else Act.NOTHING), None
+    if known.fate(me.ballot) == AGAIN:
         return Act.ANEW, None
     return _obey(me, view, decision)
 
@@ -265,22 +254,22 @@ def _decide(me: Self, reaches: dict[int, Line], *, is_all: bool) -> Line:
 
 
 def common_point(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
-    """The safe point that all who sent these reports can save; `is_all`: no rank is left that could report.
+    """The safe point that all ranks of these reports can save. `is_all`: no further rank can report.
 
-    It is of the highest step. Nothing was trained between the turns of a step, so a rank that has passed one has lost
-    nothing, while a rank that has not come to one may take long: alone in its evaluation, for example.
+    It is in the highest step. Nothing is trained between the turns of a step, so saving a turn that a rank has passed
+    loses nothing, while a rank may need long to reach a later turn, for example in its evaluation.
     """
     at = [(line.point, dict(line.turns or ((line.point[1], ""),))) for line in reaches if line.point is not None]
     if not at:
         return None
     step = max(point for point, _ in at)[0]
-    # Whoever is below comes to turn 0 first.
+    # A rank in a lower step comes to turn 0 first.
     stands = [(point[1], turns) if point[0] == step else (-1, {0: ""}) for point, turns in at]
     alike = set.intersection(*({(t, place) for t, place in turns.items() if t == 0 or place} for _, turns in stands))
     if alike:
-        # Who has not reported may stand at the lowest of them.
+        # A rank that has not reported may be able to save the lowest turn only.
         return step, (max(alike) if is_all else min(alike))[0]
-    # Somebody has to be let on, but not further than all can come.
+    # Some rank has to go on, but not further than all ranks can come.
     known = sorted({turn for _, turns in stands for turn in turns})
     return step, next(
         (turn for turn in known if all(turn in turns or turn > here for here, turns in stands)),
@@ -289,17 +278,17 @@ def common_point(reaches: Sequence[Line], *, is_all: bool) -> Point | None:
 
 
 def _obey(me: Self, view: View, decision: Decision) -> Step:
-    target, fate = decision.target, view.board.fate(me.ballot)
+    target, fate = decision.target, view.known.fate(me.ballot)
     assert target is not None
-    # With the board gone storage is the truth, and what was decided stays decided.
-    must_agree = fate is None and not view.is_lost
-    # What is complete is saved, whatever has become of the states it was written from.
+    # Without the shared log only storage shows what was done, and the decision stays in force.
+    must_agree = fate is None and not view.store_is_unreachable
+    # Complete shares are committed, even if the state that they were written from has changed since.
     if me.is_unclean and must_agree and not view.is_complete:
         return Act.POST, Line("fate", me.rank, me.ballot, fate=AGAIN)
     commit: Step = (Act.POST, Line("fate", me.rank, me.ballot, fate=COMMIT)) if must_agree else (Act.COMMIT, None)
     if me.reach is not None and me.reach > target and not _can_save(me, target):
-        return _if_due(view, (Act.SETTLE, None))
-    without_me: Step = commit if view.is_complete else (Act.SETTLE, None)
+        return _if_due(view, (Act.SAVE_ALONE, None))
+    without_me: Step = commit if view.is_complete else (Act.SAVE_ALONE, None)
     if me.is_unclean or me.reach is None:
         return _if_due(view, without_me)
     if me.let != target:
@@ -307,7 +296,7 @@ def _obey(me: Self, view: View, decision: Decision) -> Step:
     if not me.is_taken:
         if view.is_at_target:
             return Act.TAKE, target
-        # Whoever is on its way to the very target would come to nothing else alone.
+        # A rank on its way to the target would have the same target alone.
         is_on_its_way = me.reach == target and not (view.is_complete or view.is_over)
         return (Act.WAIT, None) if is_on_its_way else _if_due(view, without_me)
     if not me.has_shared:
@@ -320,28 +309,28 @@ def _obey(me: Self, view: View, decision: Decision) -> Step:
 
 
 def _can_save(me: Self, point: Point) -> bool:
-    """This rank was there in this very step, and its state there is still at hand."""
+    """This rank passed this point in the present step and still has the state of it."""
     return me.reach is not None and me.reach[0] == point[0] and point[1] in dict(me.turns)
 
 
 def _if_due(view: View, step: Step) -> Step:
-    """What is left to do when nobody is to be waited for any more."""
+    """This step as soon as the time to wait for other ranks is over."""
     return step if view.patience_is_over else (Act.WAIT, None)
 
 
 def _alone(me: Self, view: View) -> Step:
-    """Whoever saves alone has settled; the loop never goes on from there."""
+    """A rank that saves alone: its loop never goes on from there."""
     if me.reach is None or not me.is_trained:
         return Act.NOTHING, None
     if me.is_unclean:
-        return Act.SETTLE, None
-    if not view.is_lost and me.rank not in view.board.out():
+        return Act.SAVE_ALONE, None
+    if not view.store_is_unreachable and me.rank not in view.known.out():
         return Act.POST, Line("alone", me.rank, me.ballot, me.reach)
     if not me.is_taken:
         if view.is_at_target:
             return Act.TAKE, me.reach
-        # With nobody to agree with there is no use in going further than that.
-        return (Act.SETTLE if view.is_at_sooner else Act.WAIT), None
+        # There is no agreement to keep any more, so the earlier safe point is as good.
+        return (Act.SAVE_ALONE if view.is_at_sooner else Act.WAIT), None
     return (Act.COMMIT, None) if me.has_shared else (Act.SHARE, None)
 
 
@@ -354,13 +343,13 @@ def done(
     is_trained: bool = False,
     is_clean: bool = True,
 ) -> Self:
-    """This rank after it did what it was told; `reach` is what STOP or SETTLE found, or how far was LET."""
+    """The state of this rank after `act`. `reach`: what STOP or SAVE_ALONE found, or the point given to LET."""
     if act is Act.STOP:
         return replace(me, is_stopped=True, reach=reach, turns=turns, is_trained=is_trained)
-    if act is Act.SETTLE:
+    if act is Act.SAVE_ALONE:
         return Self(
             me.rank,
-            me.has_news,
+            me.has_notice,
             me.ballot,
             is_stopped=True,
             reach=reach,
@@ -370,7 +359,7 @@ def done(
             is_alone=True,
         )
     if act is Act.ANEW:
-        return Self(me.rank, me.has_news, me.ballot + 1)
+        return Self(me.rank, me.has_notice, me.ballot + 1)
     if act in (Act.TAKE, Act.SHARE, Act.HELP) and not is_clean:
         return replace(me, is_unclean=True, is_taken=False)
     if act is Act.TAKE:

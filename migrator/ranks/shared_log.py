@@ -1,12 +1,12 @@
-"""Lines that ranks only ever append to, in the job's store: read once each, and by all in the same order.
+"""A log in the job's store: ranks only append lines, and all ranks read them in the same order.
 
-Each line is a key of its own with a number in its name, and a counter says how many numbers are given out. So a reader
-fetches what is new and nothing else. A writer takes the next number, then puts its line there. One that dies between
-the two leaves a hole: whoever finds it open for a while closes it for good, and a writer that comes late sees that and
-takes another number. Otherwise one rank might read past a line that another one still finds, and the first line of a
-kind would not be the same one for all.
+Each line is a key of its own with a number in its name, and a counter holds how many numbers are given out. So a reader
+fetches only new lines. A writer takes the next number, then sets the key of this number. A writer that dies between the
+two leaves a hole. A reader that finds a hole open for some time closes it for good; a late writer sees this and takes
+another number. Otherwise one rank could skip a line that another rank still reads, and the ranks could differ on which
+line is the first one of its kind.
 
-Lines that nobody needs any more are deleted, so the store does not grow with the number of saves.
+Lines that no rank needs any more are deleted, so the store does not grow with the number of saves.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import time
 from typing import Any
 
 HOLE_S = 0.5
-"""A number that was given out and has no line for so long is closed."""
+"""Time, in seconds, after which a reader closes a number that has no line."""
 _CLOSED = "\n"
 _AT_ONCE = 256
-"""So many lines are fetched in one call."""
+"""Maximum number of lines that are fetched in one call."""
 
 
 class SharedLog:
-    """One log, seen through one connection. Not for several threads."""
+    """One log, read and written through one connection. Used by one thread."""
 
     def __init__(self, store: Any, name: str) -> None:
         self.store = store
-        """Another connection may take the place of one that broke."""
+        """The connection. Another one replaces it if it breaks."""
         self._name = name
         self._read = 0
         self._first = 1
@@ -44,17 +44,17 @@ class SharedLog:
         return f"{self._name}/start"
 
     def post(self, text: str) -> int:
-        """Append a line; the number it got."""
+        """Append a line and return its number."""
         while True:
             start_s = time.monotonic()
             number = int(self.store.add(self._count, 1))
             is_there = self.store.compare_set(self._key(number), "", text) == text.encode()
-            # Whoever is as late as that may have written where lines were closed and deleted.
+            # A late writer may have set a key that was closed and then deleted, where nobody reads it.
             if is_there and (time.monotonic() - start_s < HOLE_S or not self._is_deleted(number)):
                 return number
 
     def read(self) -> list[str]:
-        """The lines behind those that were read before: those that were fetched, also where the store then fails."""
+        """The new lines. If the store fails meanwhile: those that were fetched before."""
         found: list[str] = []
         try:
             self._fetch(found)
@@ -80,13 +80,13 @@ class SharedLog:
             found += [text.decode("utf-8", errors="replace") for text in texts if text != _CLOSED.encode()]
 
     def _there(self, keys: list[str]) -> list[str]:
-        """Those before the first that is missing, or some of them: a key that does not exist would be waited for."""
+        """Some of these keys, none of them missing: reading a key that does not exist would block."""
         while keys and not self.store.check(keys):
             keys = keys[: len(keys) // 2]
         return keys
 
     def _skip_deleted(self) -> bool:
-        """Go on behind what is deleted; False: nothing there is."""
+        """Skip deleted lines. False: the next line is not deleted."""
         if not self._is_deleted(self._read + 1):
             return False
         self._read = int(self.store.get(self._start)) - 1
@@ -96,7 +96,7 @@ class SharedLog:
         return bool(self.store.check([self._start])) and number < int(self.store.get(self._start))
 
     def _one(self, key: str) -> bytes | None:
-        """The next line, which is missing; None if its writer may still be about to write it."""
+        """The next line, which is missing, or the mark that closes it; None if its writer may still write it."""
         now_s = time.monotonic()
         if self._hole_since is None:
             self._hole_since = now_s
@@ -105,15 +105,16 @@ class SharedLog:
         return bytes(self.store.compare_set(key, "", _CLOSED))
 
     def is_here(self) -> bool:
-        """Whether this store has what was read: else it is not the one of before."""
+        """Whether this store contains the lines that were read. Otherwise it is another store at the same address."""
         return int(self.store.add(self._count, 0)) >= self._read
 
     def trim(self, keep: int) -> None:
-        """Delete what was read, but for the last `keep` lines. For one rank, who knows that all have read them."""
+        """Delete the lines that were read, except the last `keep`. One rank calls this when all ranks have read
+        them."""
         end = self._read - keep
         if end < self._first:
             return
-        # First of all: whoever finds a line missing looks here.
+        # First: a reader that misses a line looks here whether it was deleted.
         self.store.set(self._start, str(end + 1))
         for number in range(self._first, end + 1):
             self.store.delete_key(self._key(number))

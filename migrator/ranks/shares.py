@@ -1,39 +1,37 @@
 """Who of several ranks writes what, and how that becomes one ckpt.
 
-Large tensors are the same on all ranks: they are shared out, and whoever is done
-first writes what others have not written. Everything else (random states,
+Replicated tensors are divided into shares, one for each rank; a rank that is done
+also writes shares that others have not written. Everything else (random states,
 metrics, running statistics, the place in the loop) is a rank's own, and each
-writes it for itself. What a rank has written it says in a record beside its
-parts; the manifest is made of these records, by whichever rank sees them
-complete first.
+rank writes it for itself. A rank lists what it has written in a record beside its
+parts. The manifest is made of these records, by the first rank that sees them
+complete.
 
 Only records of the same safe point, of the same plan and with the same digests
-of the shared tensors are put together.
+of the replicated tensors are combined.
 
-The price: ranks that hold different large tensors, on purpose or not, are seen
-as what they are, not alike, and the lowest rank's are saved for all.
+The price: if ranks hold different tensors where all should hold the same, on
+purpose or not, those of the lowest rank are saved for all.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import xxhash
 
-from migrator.ranks.protocol import Point
-from migrator.errors import CkptCorrupt, StorageError
-from migrator.ckpt.manifest import LIMIT, NAME, Manifest, objects_from, parts_from, seal, unseal
-from migrator.ckpt.tensor_file import PartRecord
-from migrator.storage.posix import LocalStorage
+from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest
+from migrator.ckpt.names import MANIFEST, file_in, parse_rank_record_name, rank_record_name
+from migrator.ckpt.part_record import PartRecord
+from migrator.ckpt.point import Point
+from migrator.ckpt.rank_record import RankRecord
+from migrator.errors import CkptCorrupt, CkptMismatch, StorageError
+from migrator.storage.base import Storage
 
 SHARE_BYTES = 64 << 20
-"""Nothing smaller is shared out: a file more costs more than it saves."""
-
-_RECORD = re.compile(r"rank-([0-9]{5})\.json", re.ASCII)
-_TYPES = {"rank": int, "at": list, "plan": str, "same": dict, "objects": dict, "extra": dict, "shares": dict}
+"""Bytes of the smallest share: below that another file costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -67,110 +65,48 @@ class Plan:
         return place if place < len(self.shares) else None
 
 
-@dataclass(frozen=True)
-class RankRecord:
-    """What one rank has written, and what is its own."""
-
-    rank: int
-    at: Point
-    plan: str
-    same: Mapping[str, str]
-    """Of each registered object the digest of its shared tensors."""
-    objects: dict[str, dict[str, Any]]
-    extra: dict[str, Any]
-    shares: Mapping[int, PartRecord] = field(default_factory=dict)
-    own: PartRecord | None = None
-
-    def to_bytes(self) -> bytes:
-        return seal(
-            "rank",
-            {
-                "rank": self.rank,
-                "at": list(self.at),
-                "plan": self.plan,
-                "same": dict(self.same),
-                "objects": self.objects,
-                "extra": self.extra,
-                "shares": {str(share): part.to_json() for share, part in self.shares.items()},
-                "own": None if self.own is None else self.own.to_json(),
-            },
-        )
-
-    @staticmethod
-    def from_bytes(data: bytes) -> RankRecord:
-        """The record these bytes are, or `CkptCorrupt`."""
-        found = unseal("rank", data)
-        try:
-            wrong = [name for name, kind in _TYPES.items() if type(found[name]) is not kind]
-            if wrong:
-                raise TypeError(", ".join(wrong))
-            step, turn = found["at"]
-            numbers = [found["rank"], step, turn, *map(int, found["shares"])]
-            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-                raise ValueError(f"{numbers!r:.80} are not a rank, a safe point and shares")
-            parts = parts_from(list(found["shares"].values()))
-            own = None if found["own"] is None else parts_from([found["own"]])[0]
-            return RankRecord(
-                found["rank"],
-                (step, turn),
-                found["plan"],
-                found["same"],
-                objects_from(found["objects"]),
-                found["extra"],
-                dict(zip(map(int, found["shares"]), parts, strict=True)),
-                own,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise CkptCorrupt(f"the record of a rank is not one of ours: {error!r:.200}") from error
-
-
-def is_record_name(name: str) -> bool:
-    """Whether a file of this name can be what a rank said of itself."""
-    return _RECORD.fullmatch(name) is not None
-
-
 class Exchange(Protocol):
     """How records get from rank to rank."""
 
     def put(self, ckpt: str, rank: int, data: bytes) -> None: ...
 
     def get(self, ckpt: str, ranks: set[int]) -> dict[int, bytes]:
-        """Those of these ranks that are there."""
+        """The records of these ranks, as far as they are there."""
 
     def is_committed(self, ckpt: str) -> bool: ...
 
     def forget(self, ckpt: str) -> None:
-        """It is committed: what was put there for it may go."""
+        """The ckpt is committed: the records of it may be deleted."""
 
 
 class OnStorage:
-    """Beside the parts: needs nothing but the root that all ranks see."""
+    """Records lie beside the parts: this needs nothing but a root that all ranks see."""
 
-    def __init__(self, storage: LocalStorage) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def put(self, ckpt: str, rank: int, data: bytes) -> None:
-        self._storage.put(f"{ckpt}/rank-{rank:05d}.json", data, exclusive=False)
+        self._storage.put(file_in(ckpt, rank_record_name(rank)), data, exclusive=False)
 
     def get(self, ckpt: str, ranks: set[int]) -> dict[int, bytes]:
-        names = {int(match[1]): name for name in self._storage.list(ckpt) if (match := _RECORD.fullmatch(name))}
+        there = {parse_rank_record_name(name) for name in self._storage.list(ckpt)}
         found = {}
-        for rank in ranks & names.keys():
+        for rank in ranks & there:
             try:
-                found[rank] = self._storage.get(f"{ckpt}/{names[rank]}", limit=LIMIT)
+                found[rank] = self._storage.get(file_in(ckpt, rank_record_name(rank)), limit=MANIFEST_LIMIT)
             except StorageError:
-                continue  # replaced, or deleted, this very moment
+                continue  # replaced or deleted at this moment
         return found
 
     def is_committed(self, ckpt: str) -> bool:
-        return NAME in self._storage.list(ckpt)
+        return MANIFEST in self._storage.list(ckpt)
 
     def forget(self, ckpt: str) -> None:
         pass  # retention takes the records with the ckpt
 
 
 class Gathering:
-    """The records of one save as they come in, seen from one rank."""
+    """The records of one save, as one rank has read them so far."""
 
     def __init__(self, exchange: Exchange, ckpt: str, plan: Plan, mine: RankRecord) -> None:
         self._exchange = exchange
@@ -178,26 +114,32 @@ class Gathering:
         self._plan = plan
         self._mine = mine
         self._found: dict[int, RankRecord] = {}
+        self.newer: dict[int, str] = {}
+        """Ranks whose records this version cannot read, and why."""
 
     def look(self, size: int) -> None:
-        """Take in what is new. A share that is missing may still be taken over by somebody who has a record already."""
-        settled = set(self._found) if not self.missing() else set()
-        for rank, data in self._exchange.get(self._ckpt, set(range(size)) - settled - {self._mine.rank}).items():
+        """Read the new records. While a share is missing the known ones as well: their ranks may write it."""
+        known = set(self._found) if not self.missing() else set()
+        for rank, data in self._exchange.get(self._ckpt, set(range(size)) - known - {self._mine.rank}).items():
             try:
                 record = RankRecord.from_bytes(data)
+            except CkptMismatch as error:
+                self.newer[rank] = str(error)
+                continue
             except CkptCorrupt:
                 continue
             is_of_this = record.rank == rank and record.at == self._plan.at and record.plan == self._plan.digest
-            # What a manifest is made of.
+            # A manifest needs both.
             if is_of_this and record.extra.keys() >= {"random", "loop"}:
                 self._found[rank] = record
 
     @property
     def shares(self) -> int:
-        """How many there are in all."""
+        """How many shares the plan has."""
         return len(self._plan.shares)
 
     def add(self, mine: RankRecord) -> None:
+        """This rank has written more than before."""
         self._mine = mine
 
     @property
@@ -206,15 +148,15 @@ class Gathering:
 
     @property
     def records(self) -> dict[int, RankRecord]:
-        """Of this safe point and plan, lowest rank first."""
+        """All records of this safe point and plan, lowest rank first."""
         return dict(sorted({**self._found, self._mine.rank: self._mine}.items()))
 
     def alike(self) -> dict[int, RankRecord]:
-        """Those that hold the same tensors as this rank."""
+        """The records of ranks that hold the same tensors as this one."""
         return {rank: record for rank, record in self.records.items() if record.same == self._mine.same}
 
     def unlike(self) -> dict[int, list[str]]:
-        """Which ranks hold other tensors, and in which objects."""
+        """Ranks that hold other tensors than this one, and the objects in which they differ."""
         return {
             rank: sorted(name for name in self._mine.same if self._mine.same[name] != record.same.get(name))
             for rank, record in self.records.items()
@@ -222,13 +164,13 @@ class Gathering:
         }
 
     def missing(self) -> list[int]:
-        """The shares that nobody has written yet, those behind this rank's own first."""
+        """The shares that no rank has written yet, beginning with the one after this rank's own."""
         written = {share for record in self.alike().values() for share in record.shares}
         count, mine = len(self._plan.shares), self._plan.share_of(self._mine.rank) or 0
         return [share for i in range(count) if (share := (mine + i) % count) not in written]
 
     def manifest(self, *, generation: int, job: str, ranks: int, written: dict[str, Any]) -> Manifest:
-        """One ckpt of all records that are alike; the lowest rank's own state stands for ranks that have none."""
+        """One ckpt of all records that are alike. A rank that has none gets the lowest rank's own state at the load."""
         alike = self.alike()
         base = next(iter(alike.values()))
         parts: dict[str, PartRecord] = {}

@@ -1,49 +1,58 @@
-"""The sign of life of a process that leaves: its mark on the volume changes as long as it lives.
+"""The mark beside a generation's record which says that its last ckpt is still coming, and its heartbeat.
 
-A thread of its own writes, so that neither a long sync nor a busy interpreter looks like
-the end. It writes into the mark's file without a sync and without giving it a new name:
-another client of a network volume sees that when it opens the file, and a beat that comes
-late brings no mark back that was taken away.
+A life that starts meanwhile waits for that ckpt.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import threading
-from dataclasses import replace
 
-from migrator.ckpt import generations as lineage
-from migrator.errors import StorageError
+from migrator.ckpt import leaving_mark
+from migrator.ckpt.leaving_mark import Heartbeat, LeavingMark
+from migrator.errors import MigratorError
 from migrator.events import log
-from migrator.ckpt.generations import LeavingMark
-from migrator.storage.posix import LocalStorage
+from migrator.leaving.leaving import Leaving
+from migrator.platform import process_identity
+from migrator.save.context import SaveContext
 
 
-class Heartbeat(threading.Thread):
-    """One thread, one Event, one `close()`."""
+class MarkKeeper:
+    """Puts the mark before the last save and removes it after. A failure is logged: the save does not depend on it."""
 
-    def __init__(self, storage: LocalStorage, generation: int, mark: LeavingMark) -> None:
-        super().__init__(name="migrator-heartbeat", daemon=True)
-        self._storage = storage
-        self._generation = generation
-        self._mark = mark
-        self._is_closed = threading.Event()
+    def __init__(self, context: SaveContext, leaving: Leaving) -> None:
+        self._context = context
+        self._leaving = leaving
+        self._heartbeat: Heartbeat | None = None
 
-    def run(self) -> None:
-        beat, has_warned = 0, False
-        while not self._is_closed.wait(lineage.BEAT_S):
-            beat += 1
-            try:
-                lineage.beat(self._storage, self._generation, replace(self._mark, beat=beat))
-            except StorageError as error:
-                if error.errno == errno.ENOENT:
-                    return  # the mark was taken away
-                # The next beat may get through, and a life that waits takes this one for dead without it.
-                if not has_warned:
-                    log("storage_warning", level=logging.WARNING, why=error)
-                has_warned = True
+    def put(self) -> None:
+        if not self._is_this_rank_s:
+            return
+        # A save of several ranks goes on if one of them dies, so the end of one process must not end the wait.
+        by = process_identity.mine() if self._context.size == 1 else None
+        number = self._context.generation.number
+        try:
+            mark = LeavingMark(max(1.0, self._leaving.left_s), by, beat=0)
+            leaving_mark.put_mark(self._context.storage, number, mark)
+            self._heartbeat = Heartbeat(self._context.storage, number, mark)
+            self._heartbeat.start()
+        except MigratorError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
 
-    def close(self) -> None:
-        """May be called twice. Not waited for: the storage may hang."""
-        self._is_closed.set()
+    def stop_beating(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def remove(self, *, is_certain: bool) -> None:
+        """`is_certain`: the ckpt is there, or there will be none. If not, another rank may still commit one."""
+        if not self._is_this_rank_s or (self._context.size > 1 and not is_certain):
+            return
+        try:
+            leaving_mark.unmark_leaving(self._context.storage, self._context.generation.number)
+        except MigratorError as error:
+            log("storage_warning", level=logging.WARNING, why=error)
+
+    @property
+    def _is_this_rank_s(self) -> bool:
+        context = self._context
+        is_mine = context.writes and (self._leaving.pod_is_dying or context.rank == 0)
+        return is_mine and context.generation.is_claimed

@@ -1,7 +1,7 @@
-"""Tells how far a long save or load is: a bar on a terminal, otherwise a log line now and then.
+"""Shows how far a long save or load is: a bar on a terminal, otherwise a log line now and then.
 
-Nothing is shown for what takes less than a second. The hook hears of the last save as well,
-through a file of its own, and logs it in preStop.log.
+Nothing is shown for what takes less than a second. The last save is shown to the hook as well,
+in a file of its own; the hook logs it in preStop.log.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from typing import Any
 from migrator.events import log
 
 QUIET_S = 1.0
+"""Seconds from the beginning in which nothing is shown."""
 LINE_EVERY_S = 5.0
+"""Seconds between two log lines of one save or load."""
 HOOK_EVERY_S = 1.0
+"""Minimum time in seconds between two writes of the file for the hook."""
 _COST = 100
-"""Telling the hook takes at most one part in so many of the time."""
+"""Writing the file for the hook takes at most 1/100 of the time."""
 
 
 class Progress:
@@ -78,17 +81,17 @@ class Progress:
 class ForHook:
     """Called like `Progress`: puts `<MB written> <MB there are>` into a small file beside the signal file.
 
-    It may cost the save nothing. A second later it is out of date, so it is not synced; a failure is not
-    told; and where the writing itself is slow there is less of it.
+    It must not slow the save down. A second later it is out of date, so it is not synced; a failure is not
+    logged; and where the writing itself is slow it is written less often.
     """
 
     def __init__(self, signal: Path) -> None:
         self._path = signal.with_name(f"{signal.name}.progress")
-        self._aside = signal.with_name(f".{signal.name}.progress.{os.getpid()}.tmp")
+        self._staging = signal.with_name(f".{signal.name}.progress.{os.getpid()}.tmp")
         self._next_s = math.inf
 
     def begin(self) -> None:
-        """The pod must leave: from now on a hook may be waiting. Until then nothing is told."""
+        """The pod must leave: from now on a hook may be waiting. Before that nothing is written."""
         self._next_s = time.monotonic() + QUIET_S
 
     def __call__(self, done: int, total: int) -> None:
@@ -100,25 +103,25 @@ class ForHook:
         self._next_s = end_s + max(HOOK_EVERY_S, _COST * (end_s - start_s))
 
     def _write(self, done: int, total: int) -> None:
-        # In MB, so that every shell can reckon with them.
+        # In MB, so that every shell can calculate with them.
         total_mb = max(1, round(total / 1e6))
         text = f"{total_mb * done // max(1, total)} {total_mb}\n"
         try:
             # Whatever lies there is not opened: a pipe would hold the save up.
-            self._aside.unlink(missing_ok=True)
-            fd = os.open(self._aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._staging.unlink(missing_ok=True)
+            fd = os.open(self._staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 os.write(fd, text.encode())
             finally:
                 os.close(fd)
-            self._aside.replace(self._path)
+            self._staging.replace(self._path)
         except OSError:
             return  # the log has it too
 
     def remove(self) -> None:
-        """It is over, or was before this process began. May be called twice."""
+        """The save is over, or was before this process began. May be called twice."""
         self._next_s = math.inf
-        for path in (self._path, self._aside):
+        for path in (self._path, self._staging):
             try:
                 path.unlink(missing_ok=True)
             except OSError:

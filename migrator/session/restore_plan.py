@@ -1,9 +1,7 @@
-"""The way back: the newest whole ckpt into everything registered.
+"""What one rank takes from a ckpt, checked against what is registered before anything is touched.
 
-First the manifest, then the fit: a ckpt that does not fit is refused with all
-differences at once, before anything registered was touched. Then the parts, every
-byte verified while it is read straight into the tensors' memory. A bad part is
-found on the way; the ckpt before it is then loaded over what was half loaded.
+A ckpt that does not fit is refused with all differences at once. Whatever cannot be undone when
+it turns out to be damaged, random states and places in loops, is tried or checked first.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 from types import NoneType
@@ -21,20 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from migrator.state import random_state as randomness
-from migrator.ckpt import codec as tree
-from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageError
-from migrator.events import log
-from migrator.state.adapters.base import check_positions, set_state
-from migrator.ckpt.generations import NOT_A_FILE, make_durable, whole
+from migrator.ckpt import codec
+from migrator.ckpt.codec import Stored, StoredArray, laid_out
 from migrator.ckpt.manifest import Manifest, objects_from
-from migrator.ckpt.tensor_file import read_part
-from migrator.save.progress import Progress
+from migrator.errors import CkptCorrupt, CkptMismatch
+from migrator.events import log
+from migrator.state import random_state
+from migrator.state.adapters.random_generators import check_positions, set_state
 from migrator.state.registry import Registry
-from migrator.storage.posix import LocalStorage
-from migrator.ckpt.codec import DTYPES, Stored, StoredArray, dtype_name, laid_out
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
+_LOOP = {
+    "handed": int,
+    "is_over": bool,
+    "batch_size": int,
+    "origin": dict,
+    "alike": bool,
+    "now": dict,
+    "at": str,
+    "starts": list,
+}
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Loaded:
     """How many ranks it was saved with."""
 
 
-class Fit:
-    """What one rank takes from a manifest, found to fit what is registered; nothing is touched yet."""
+class RestorePlan:
+    """What one rank takes from a manifest. It fits what is registered, and nothing was touched yet."""
 
     def __init__(
         self, manifest: Manifest, registry: Registry, *, rank: int = 0, size: int = 1, where: str | None = None
@@ -67,14 +70,14 @@ class Fit:
         kinds = {key: entry["kind"] for key, entry in entries.items()}
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
         self._homes: dict[str, Tensor] = {}
-        for key, kind in registry:
-            for stored, tensor in kind.homes(self._values[key]).items():
+        for key, adapter in registry:
+            for stored, tensor in adapter.homes(self._values[key]).items():
                 self._homes.setdefault(stored, tensor.detach())
         missing = manifest.extra.get("missing")
         self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
 
     def homes(self) -> dict[str, Tensor]:
-        """Where stored tensors live in this process."""
+        """By name: the tensor of this process that a stored one is read into."""
         return self._homes
 
     def restore(self, read: dict[str, Tensor]) -> Loaded:
@@ -92,7 +95,7 @@ class Fit:
         for key, kind in self._registry:
             try:
                 kind.restore(filled[key])
-            except Exception as error:  # whatever the script's own load_state_dict() raises
+            except Exception as error:  # the script's own load_state_dict() may raise anything
                 raise CkptMismatch(
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
                     "Start without the ckpt: MIGRATOR_RESUME=never."
@@ -103,7 +106,7 @@ class Fit:
         return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
 
     def _random(self, tensors: _Tensors) -> dict[str, Any]:
-        """This rank's own random states; where the ckpt has none for it, such as follow from another rank's."""
+        """This rank's random states. If the ckpt has none for it, they are derived from those of another rank."""
         states = _filled(_decoded(self._manifest.extra.get("random")), tensors)
         if states is None:
             return {}
@@ -117,71 +120,7 @@ class Fit:
         if other == own:
             return dict(states[own])
         log("random_derived", level=logging.WARNING, ckpt=self._manifest.ckpt, other=other)
-        return randomness.derived(states[other], self._rank)
-
-
-def load(storage: LocalStorage, name: str, registry: Registry, *, rank: int = 0, size: int = 1) -> Loaded:
-    """Load this ckpt, or raise `CkptCorrupt` or `CkptMismatch`."""
-    manifest = whole(storage, name)
-    fit = Fit(manifest, registry, rank=rank, size=size, where=f"{storage.directory / name}")
-    loaded = fit.restore(read(storage, manifest, fit.homes()))
-    try:
-        # From now on it is spoken of as saved, while it may be there only because the node did not crash.
-        make_durable(storage, name)
-    except StorageError as error:
-        if error.errno not in NOT_A_FILE:
-            raise
-        raise CkptCorrupt(f"{name} was deleted while it was read: {error}") from error
-    return loaded
-
-
-def newest_usable(
-    names: Iterable[str], load: Callable[[str], Loaded], *, where: object, on_bad: Callable[[str], None]
-) -> Loaded:
-    """The first of these ckpts that is what was committed; the others are named and left in place."""
-    found = []
-    for name in names:
-        try:
-            return load(name)
-        except CkptCorrupt as error:
-            found.append(str(error))
-            on_bad(name)
-            log("ckpt_bad", level=logging.ERROR, ckpt=name, why=error)
-    raise NoUsableCkpt(
-        f"none of the {len(found)} ckpts under {where} can be used:\n  "
-        + "\n  ".join(found)
-        + "\nNothing was deleted. Restore the volume, or start over knowingly: MIGRATOR_RESUME=never."
-    )
-
-
-def read(storage: LocalStorage, manifest: Manifest, homes: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a ckpt, every byte verified."""
-    tensors: dict[str, Tensor] = {}
-    with Progress("loading") as progress:
-        for part in manifest.parts:
-            try:
-                tensors |= read_part(storage, manifest.ckpt, part, homes, progress=progress)
-            except StorageError as error:
-                # It was a file when the manifest was read.
-                if error.errno not in NOT_A_FILE:
-                    raise
-                raise CkptCorrupt(f"{manifest.ckpt}: {error}") from error
-    return tensors
-
-
-def described(tensors: dict[str, Tensor]) -> list[Any]:
-    """What another rank needs to make tensors of the same names and sizes."""
-    return [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-
-
-def made(described: list[Any]) -> dict[str, Tensor]:
-    """Tensors as `described` says, to be filled."""
-    return {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in described}
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as plain bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+        return random_state.derived(states[other], self._rank)
 
 
 def _own(manifest: Manifest, rank: int) -> dict[str, Any]:
@@ -196,7 +135,7 @@ def _own(manifest: Manifest, rank: int) -> dict[str, Any]:
 
 
 def _check_loop(name: str, loop: Any) -> None:
-    """The place in the loops is used only when a loop begins: too late to go back to another ckpt."""
+    """Checked here, because it is used only when a loop begins: too late to take another ckpt."""
     loops = loop.get("loops") if isinstance(loop, dict) else None
     if not isinstance(loops, dict):
         raise CkptCorrupt(f"{name}: the place in its loops is not of the form that a save writes")
@@ -212,25 +151,13 @@ def _check_loop(name: str, loop: Any) -> None:
 
 
 def _is_count(found: Any) -> bool:
-    if not isinstance(found, dict) or found.keys() != {"epoch", "is_over"}:
+    if not isinstance(found, dict) or not found.keys() >= {"epoch", "is_over"}:
         return False
     return type(found["epoch"]) is int and found["epoch"] >= 0 and type(found["is_over"]) is bool
 
 
-_LOOP = {
-    "handed": int,
-    "is_over": bool,
-    "batch_size": int,
-    "origin": dict,
-    "alike": bool,
-    "now": dict,
-    "at": str,
-    "starts": list,
-}
-
-
 def _check_random(name: str, states: Any) -> None:
-    """Random states are put back last of all: whether they can be is tried on generators that nobody needs."""
+    """Random states are put back last of all. Whether they can be is tried here, on generators that nobody uses."""
     try:
         set_state(torch.Generator(), states["torch"])
         set_state(Random(0), states["python"])
@@ -238,13 +165,13 @@ def _check_random(name: str, states: Any) -> None:
             set_state(np.random.RandomState(type(np.random.mtrand._rand._bit_generator)(0)), states["numpy"])
         if not all(isinstance(state, Tensor) for state in states.get("cuda", ())):
             raise TypeError("a device has a state that is no tensor")
-    except Exception as error:  # torch, Python and numpy raise whatever they like
+    except Exception as error:  # torch, Python and numpy raise many kinds of errors
         raise CkptCorrupt(f"{name}: its random states are not such as a generator has: {error!r:.200}") from error
 
 
 def _decoded(node: Any) -> Any:
     """The value with `Stored` in the place of tensors that lie in a part."""
-    return tree.decode(node, get=lambda stored: stored)
+    return codec.decode(node, get=lambda stored: stored)
 
 
 class _Tensors:
@@ -260,10 +187,10 @@ class _Tensors:
         if tensor is None or tensor.dtype != stored.dtype or tuple(tensor.shape) != stored.shape:
             raise CkptCorrupt(f"the manifest names a tensor {stored.name!r} that its parts do not hold like that")
         home = self._homes.get(stored.name)
-        # What fits its home is copied into that, whatever strides it has there.
+        # A tensor that fits its home is copied into that, whatever strides it has there.
         if stored.strides is None or (home is not None and home.shape == tensor.shape and home.dtype == tensor.dtype):
             return tensor
-        # In the place of the other: both of them together are needed for one tensor at a time only.
+        # Replaces the other one, so that both are in memory for one tensor at a time only.
         self._tensors[stored.name] = laid_out(tensor, stored.strides)
         return self._tensors[stored.name]
 
@@ -296,14 +223,14 @@ def _proven(value: Any) -> Any:
 def _check_fit(name: str, kinds: dict[str, Any], values: dict[str, Any], registry: Registry) -> None:
     lines = [f"in the ckpt, not registered: {key}" for key in values if key not in registry]
     lines += [f"registered, not in the ckpt: {key}" for key, _ in registry if key not in values]
-    for key, kind in registry:
+    for key, adapter in registry:
         if key not in values:
             continue
-        if kinds[key] != kind.kind:
-            lines.append(f"{key}: is a {kind.kind} here, a {kinds[key]} there")
+        if kinds[key] != adapter.kind:
+            lines.append(f"{key}: is a {adapter.kind} here, a {kinds[key]} there")
             continue
         try:
-            lines += [f"{key}{line}" for line in kind.differences(values[key])]
+            lines += [f"{key}{line}" for line in adapter.differences(values[key])]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CkptCorrupt(f"{name}: the state of {key!r} is not of the form that a save writes") from error
     if lines:

@@ -1,13 +1,13 @@
-"""What is copied at a safe point, so that a save can begin at any later moment.
+"""The copy of the small state at a safe point, so that a save can start at any later time.
 
-A capture holds everything that may move on before the next optimizer step: random
+A capture contains everything that may change before the next optimizer step: random
 states, param_groups, schedulers, registered dicts and lists, module buffers, the
-place in the loop. Large tensors are not in it; a mark tells whether they are
-still those of the safe point.
+position in the loop. It does not contain large tensors; marks show whether these are
+still the same as at the safe point.
 
-An object whose capture would slow the loop by more than a hundredth is left out
-of the ordinary captures and taken only when a save is due: such a save has to
-wait for a safe point. It is named once.
+An object whose capture would slow down the loop by more than one percent is captured
+only when a save is due, so the save has to wait for the next safe point. This is
+logged once per object.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from migrator.state.adapters import base as kinds
-from migrator.state import random_state as randomness
-from migrator.state.change_detector import Contents, Mark
 from migrator.events import log
+from migrator.state import random_state
+from migrator.state.adapters import base
+from migrator.state.change_detector import Contents, Mark
 from migrator.state.registry import Registry
 
 COSTLY_SHARE = 0.01
+"""Maximum share of the time of a step that the capture of one object may take."""
 _TRIES = 20
-"""So often is an object copied that another thread changes meanwhile, before this safe point does without it."""
+"""Maximum number of attempts to copy an object that another thread changes; then this safe point lacks it."""
 STRIKES = 8
-"""So many costly captures in a row; a single slow one says nothing."""
+"""Number of costly captures in a row after which an object counts as costly."""
 _FLOOR_S = {"module": 150e-6, "optimizer": 150e-6}
 _FLOOR_OTHERS_S = 20e-6
+"""A capture that takes less time than this, in seconds, never counts as costly: by kind of object, and for all
+others."""
 
 
 @dataclass
 class Capture:
-    """One safe point."""
+    """The state of one safe point."""
 
     step: int
     random: dict[str, Any]
@@ -47,14 +50,14 @@ class Capture:
     marks: dict[str, Mark]
     loop: dict[str, Any] | None
     missing: frozenset[str] = frozenset()
-    """Objects too costly to capture at every safe point; a capture that lacks some cannot be saved."""
+    """Objects that were not captured, because this is too costly or failed. Such a capture cannot be saved."""
     spoiled: bool = False
-    """A tensor changed since, outside a step: this safe point can no longer be saved."""
+    """A tensor has changed outside a step, so this safe point cannot be saved any more."""
     changed: list[str] = field(default_factory=list, repr=False)
-    """The objects whose tensors the training thread itself found changed, while a save was reading."""
+    """Objects whose tensors the training thread found changed while a save was reading them."""
     pins: int = field(default=0, repr=False)
     turn: int = 0
-    """How many rounds were entered since the step, without another one."""
+    """How many rounds of loops were entered since the last step."""
 
     @property
     def at(self) -> tuple[int, int]:
@@ -62,14 +65,14 @@ class Capture:
 
     @property
     def place(self) -> str:
-        """Where in the script the loop stands, as other ranks would say it. Behind a step they all stand alike: empty.
+        """A digest of the position in the script's loops, comparable between ranks. Empty directly after a step.
 
-        A rank may enter loops that the others do not, so that the same turn is not the same place.
+        A rank may enter loops that other ranks do not enter, so the same turn need not be the same position.
         """
         if not self.turn:
             return ""
         loop = self.loop or {}
-        # Without what the loader looks like: each rank may have data of its own.
+        # Without the description of the loader: each rank may have its own data.
         loops = [
             (label.partition(" | ")[0], state.get("handed"), state.get("is_over"))
             for label, state in loop.get("loops", {}).items()
@@ -78,11 +81,11 @@ class Capture:
 
 
 class _Restless(Exception):  # noqa: N818 - internal
-    """Another thread changes the object."""
+    """Another thread changes the object while it is copied."""
 
 
 class Capturer:
-    """Takes captures and keeps an eye on their price."""
+    """Makes captures and measures their cost."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -91,54 +94,55 @@ class Capturer:
         self._last_s = 0.0
         self._marks: dict[str, Mark] = {}
         self.restless: set[str] = set()
-        """Objects that the last capture could not copy, since another thread changed them each time."""
+        """Objects that the last capture could not copy, because another thread changed them in each attempt."""
         self._named: set[str] = set()
 
     def take(self, step: int, loop: dict[str, Any] | None, *, full: bool, turn: int = 0) -> Capture:
-        """Capture all registered objects; `full` takes the costly ones too."""
+        """Capture all registered objects; the costly ones only if `full`."""
         start_s = perf_counter()
         interval_s, self._last_s = start_s - self._last_s, start_s
         values: dict[str, Any] = {}
         marks: dict[str, Mark] = {}
-        # Random states first: nothing below draws, but a state_dict() of the script's own might.
-        random = randomness.capture()
+        # Random states first: a state_dict() of the script may draw random numbers.
+        random = random_state.capture()
         restless: set[str] = set()
-        for name, kind in self._registry:
+        for name, adapter in self._registry:
             if not full and name in self._deferred:
                 continue
             before_s = perf_counter()
             try:
-                value = values[name] = self._copied(name, kind)
+                value = values[name] = self._copied(name, adapter)
             except _Restless:
                 restless.add(name)
                 continue
-            marks[name] = Mark(kind.watched(value), self._marks.get(name))
-            self._weigh(name, kind, perf_counter() - before_s, interval_s)
+            marks[name] = Mark(adapter.watched(value), self._marks.get(name))
+            self._weigh(name, adapter, perf_counter() - before_s, interval_s)
         self._marks = marks
-        # At once: a save that fails meanwhile asks why no safe point could be copied.
+        # Set at once: a save that fails meanwhile reads this to say why no safe point could be copied.
         self.restless = restless
         missing = frozenset(restless) if full else frozenset(self._deferred | restless)
         return Capture(step, random, values, marks, loop, missing, turn=turn)
 
     def contents(self) -> dict[str, Contents]:
-        """What all registered tensors hold now, small ones too; buffers change by looking at data and say nothing."""
-        return {name: Contents(_tensors(kind.target)) for name, kind in self._registry}
+        """The present contents of all registered tensors, except module buffers, which a forward pass may change as
+        well."""
+        return {name: Contents(_tensors(adapter.target)) for name, adapter in self._registry}
 
     def have_changed(self, before: dict[str, Contents]) -> bool:
         return any(contents.differ(_tensors(self._registry[name].target)) for name, contents in before.items())
 
-    def _copied(self, name: str, kind: kinds.Kind) -> Any:
-        """What the object captures. It may be in use by another thread of the script: such a copy is made again."""
+    def _copied(self, name: str, adapter: base.Adapter) -> Any:
+        """The capture of one object. If another thread of the script changes the object meanwhile, try again."""
         error: RuntimeError
         for _ in range(_TRIES):
             try:
-                return kind.capture()
+                return adapter.capture()
             except RuntimeError as caught:
-                # Of dict, OrderedDict, set and deque alike: "changed size", "mutated", "keys changed".
+                # The messages of dict, OrderedDict, set and deque end like this: "changed size during iteration".
                 if "during iteration" not in str(caught):
                     raise
                 error = caught
-            sleep(0)  # the other thread gets on with it
+            sleep(0)  # lets the other thread run
         if name not in self._named:
             self._named.add(name)
             log(
@@ -146,13 +150,13 @@ class Capturer:
                 level=logging.WARNING,
                 object=name,
                 why=error,
-                means="another thread changes it all the time, so this safe point cannot be saved and the next one is "
-                "tried; let that thread change a copy, or hold a lock that its state_dict() takes too",
+                means="another thread keeps changing it, so this safe point cannot be saved and the next one is tried; "
+                "let that thread change a copy, or hold a lock that state_dict() takes, too",
             )
         raise _Restless
 
-    def _weigh(self, name: str, kind: kinds.Kind, cost_s: float, interval_s: float) -> None:
-        if cost_s < _FLOOR_S.get(kind.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:
+    def _weigh(self, name: str, adapter: base.Adapter, cost_s: float, interval_s: float) -> None:
+        if cost_s < _FLOOR_S.get(adapter.kind, _FLOOR_OTHERS_S) or cost_s < COSTLY_SHARE * interval_s:
             self._strikes.pop(name, None)
             return
         self._strikes[name] = self._strikes.get(name, 0) + 1
@@ -165,22 +169,22 @@ class Capturer:
                 cost_us=round(cost_s * 1e6),
                 step_us=round(interval_s * 1e6),
                 means="it is captured only when a save is due, so a save waits for the next safe point; "
-                "keep it shorter or out of the registered objects to be saved at any moment",
+                "make it smaller, or do not register it, to be able to save at any moment",
             )
 
     def release(self, capture: Capture) -> None:
-        """Give the copies of a capture that nobody needs any more back for reuse."""
+        """Release the copies of a capture that is no longer needed, so that they can be reused."""
         for name, value in capture.values.items():
             self._registry[name].release(value)
 
     def changed(self, capture: Capture) -> list[str]:
-        """Names of the objects whose large tensors are not those of the safe point any more."""
+        """Names of the objects whose large tensors have changed since the safe point."""
         found = []
         for name, mark in capture.marks.items():
             try:
                 if mark.differs(self._registry[name].watched(capture.values[name])):
                     found.append(name)
-            except (RuntimeError, KeyError):  # the script is adding modules or parameters this very moment
+            except (RuntimeError, KeyError):  # the script is adding modules or parameters at this moment
                 found.append(name)
         return found
 

@@ -1,12 +1,12 @@
-"""Tells that a tensor changed where only `optimizer.step()` should change it.
+"""Detects that a tensor has changed outside `optimizer.step()`.
 
-A save reads large tensors while the script goes on, because between a safe point
-and the next step they do not change. Some loops break that: EMA weights swapped
-in for an evaluation, a target network, a momentum encoder. So a safe point leaves
-a mark of every tensor, its version counter and its address, and for a spread of
-them a few sampled bytes: writing through `.data` moves neither counter nor address.
+A save reads large tensors while the script goes on, because they do not change
+between a safe point and the next step. Some loops do change them: EMA weights that
+are swapped in for an evaluation, a target network, a momentum encoder. So a safe
+point records the version counter and the address of each tensor, and a few bytes of
+some tensors: writing through `.data` changes neither counter nor address.
 
-The price is about 0.1 us a tensor, and 0.2 us a sample.
+The price is about 0.1 us per tensor, and 0.2 us per sample.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ import xxhash
 from torch import Tensor
 
 SAMPLED_TENSORS = 32
+"""Maximum number of tensors of an object of which bytes are sampled."""
 SAMPLE_BYTES = 8
+"""Maximum size of a sample in the middle of a tensor, in bytes."""
 
 
 class Mark:
-    """What the tensors of one object looked like at a safe point."""
+    """Versions, addresses and samples of the tensors of one object at a safe point."""
 
     __slots__ = ("_addresses", "_places", "_samples", "_versions")
 
     def __init__(self, tensors: Sequence[Tensor], before: Mark | None = None) -> None:
         self._versions = _versions(tensors)
         self._addresses = [tensor.data_ptr() for tensor in tensors]
-        # Where to look does not change while the addresses do not: most of the price is saved.
+        # The places of the samples are the same while the addresses are, and finding them is most of the cost.
         self._places: _Places
         if before is not None and before._addresses == self._addresses and before._places.fit(tensors):
             self._places = before._places
@@ -40,8 +42,8 @@ class Mark:
         self._samples = self._places.samples(tensors)
 
     def differs(self, tensors: Sequence[Tensor]) -> bool:
-        """Any of them was exchanged, written to or resized since."""
-        # Second handles keep the memory alive: the main thread may swap a `.data` meanwhile.
+        """Whether a tensor was replaced, written to or resized since."""
+        # These references keep the memory alive, because the main thread may replace a `.data` meanwhile.
         held = [tensor.detach() for tensor in tensors]
         if [tensor.data_ptr() for tensor in held] != self._addresses or not self._places.fit(held):
             return True
@@ -51,17 +53,18 @@ class Mark:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """Where the tensors began."""
+        """The addresses of the tensors."""
         return frozenset(self._addresses)
 
 
 class Contents:
-    """What tensors hold, for those that are written to by other means than an optimizer.
+    """The contents of tensors that the script changes without an optimizer.
 
-    Small ones byte for byte, since one cell of a table may be all that changes in a step.
+    Small tensors are compared completely, because a step may change a single element of a table.
     """
 
     SMALL_BYTES = 64 * 1024
+    """Maximum size of a tensor that is compared completely, in bytes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._mark = Mark(tensors)
@@ -81,14 +84,14 @@ class Contents:
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # those made under inference_mode() keep none
+    except RuntimeError:  # tensors made under inference_mode() have no counter
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Places:
-    """Where samples are taken: bytes of CPU memory, by address, and some elements of device tensors.
+    """The places of the samples: addresses in CPU memory, and elements of device tensors.
 
-    Only to be read while the tensors are known to lie at these addresses still, and to fit.
+    Read them only after checking that the tensors still have these addresses and sizes.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -112,15 +115,15 @@ class _Places:
                 self._devices.append(i)
                 continue
             size = tensor.element_size()
-            # The first: an operation that is under way has begun there, and has not counted its version yet.
+            # Also the first element: an operation under way has begun there and has not counted the version yet.
             middle, last = (_offset(tensor, share) for share in (0.5, 1.0))
-            # Several elements at once where memory goes on behind the middle; never behind the last one.
+            # In the middle of a contiguous tensor several elements in one sample, but never beyond the last one.
             at_middle = min(SAMPLE_BYTES, last + size - middle) if tensor.is_contiguous() else size
             for offset, length in ((0, size), (middle, at_middle), (last, size)):
                 self._memory.append((ctypes.c_char * length).from_address(tensor.data_ptr() + offset))
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """A smaller tensor may have taken the address of a freed one: behind its end nothing may be read."""
+        """Whether sizes and strides are the same: a smaller tensor may have got the address of a freed one."""
         is_as_large = [tensors[i].nbytes for i in self._chosen] == self._sizes
         return is_as_large and all(tensors[i].stride() == stride for i, stride in self._strides)
 
@@ -134,7 +137,7 @@ def _offset(tensor: Tensor, share: float) -> int:
 
 
 def _picked(tensor: Tensor) -> Tensor:
-    # Not exercised without a GPU. Stays on the device: only a comparison may wait for it.
+    # Not tested without a GPU. The samples stay on the device, so that only a comparison waits for it.
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // 4)][:4].clone()
 

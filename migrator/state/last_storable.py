@@ -1,13 +1,13 @@
-"""The last value that could be stored of what cannot be stored any more.
+"""Replaces entries that cannot be stored by their last value that could be stored.
 
-What is registered is checked, but a dict goes on: a script puts a `Path` into its
-metrics, and every later save would fail for it, the last one too. So in such
-objects the rest is saved, the entry is named once, and its last storable value
-stands for it: that of the last save, of the ckpt that was loaded, or of the
-registration, whichever is the newest.
+Objects are checked when they are registered, but a dict may change: if a script puts
+a `Path` into its metrics, every later save would fail, including the last one. So the
+rest of such an object is saved, the entry is logged once, and its newest storable
+value is used instead: from the last save, from the loaded ckpt, or from the
+registration.
 
 The price: the last trees of these objects stay in memory. Large tensors and arrays
-do not; an entry that held one is left out.
+are not kept; an entry that contained one is left out of the ckpt.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from migrator.ckpt import codec as tree
+from migrator.ckpt import codec
 from migrator.errors import RegistrationError
 from migrator.events import log
 
 _INLINE_BYTES = 256
+"""Maximum size of a tensor that is kept, in bytes."""
 
 
 class Storable:
-    """The last trees of registered objects, by name."""
+    """The last storable trees of registered objects, by name."""
 
     def __init__(self) -> None:
         self._trees: dict[str, Any] = {}
         self._named: set[str] = set()
 
     def begin(self, name: str, value: Any) -> None:
-        """The value at registration, all of which can be stored."""
-        self._trees[name] = tree.encode(
+        """Keep the value at registration, which can be stored completely."""
+        self._trees[name] = codec.encode(
             value, put=lambda tensor, path: None if tensor.nbytes <= _INLINE_BYTES else "", path=name
         )
 
     def remember(self, name: str, node: Any) -> None:
-        """The tree of a ckpt."""
+        """Keep the tree of a loaded ckpt."""
         self._trees[name] = node
 
-    def encode(self, name: str, value: Any, put: tree.Put) -> Any:
-        """As `tree.encode`, but for an entry of a dict that cannot be stored."""
+    def encode(self, name: str, value: Any, put: codec.Put) -> Any:
+        """As `codec.encode`, but an entry of a dict that cannot be stored is replaced instead of refused."""
 
         def refused(path: str, keys: tuple[Any, ...], error: RegistrationError) -> Any:
-            node = _found(self._trees.get(name, tree.OMITTED), keys)
+            node = _found(self._trees.get(name, codec.OMITTED), keys)
             if path not in self._named:
                 self._named.add(path)
-                is_kept = node is not tree.OMITTED
+                is_kept = node is not codec.OMITTED
                 log(
                     "unstorable",
                     level=logging.WARNING,
@@ -57,20 +58,20 @@ class Storable:
                 )
             return node
 
-        node = self._trees[name] = tree.encode(value, put=put, path=name, on_refused=refused)
+        node = self._trees[name] = codec.encode(value, put=put, path=name, on_refused=refused)
         return node
 
 
 def _found(node: Any, keys: tuple[Any, ...]) -> Any:
-    """What a tree holds under these keys; `OMITTED` if nothing, or something whose bytes are elsewhere."""
+    """The node of a tree under these keys; `OMITTED` if there is none, or if its bytes are not in the tree."""
     for key in keys:
-        node = tree.entry(node, key)
-        if node is tree.OMITTED:
+        node = codec.entry(node, key)
+        if node is codec.OMITTED:
             return node
-    return tree.OMITTED if _is_elsewhere(node) else node
+    return codec.OMITTED if _has_outside_bytes(node) else node
 
 
-def _is_elsewhere(node: Any) -> bool:
+def _has_outside_bytes(node: Any) -> bool:
     if isinstance(node, dict):
-        return ("!" in node and "stored" in node) or any(map(_is_elsewhere, node.values()))
-    return isinstance(node, list) and any(map(_is_elsewhere, node))
+        return ("!" in node and "stored" in node) or any(map(_has_outside_bytes, node.values()))
+    return isinstance(node, list) and any(map(_has_outside_bytes, node))

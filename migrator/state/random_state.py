@@ -1,7 +1,7 @@
 """The random states of this process: torch, its devices, Python, numpy.
 
-Captured at every safe point, so the price counts: numpy's own `get_state` takes
-longer than all the rest together and is asked only if its state has moved.
+They are captured at every safe point, so the capture must be fast. numpy's `get_state`
+takes longer than all others together and is called only if its state has changed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import xxhash
 
 
 def is_generator(value: object) -> bool:
-    """Whether random numbers are drawn from it. In a function: numpy loads its random numbers when they are named."""
+    """Whether it is a random generator. A function, because numpy imports `numpy.random` at the first access."""
     return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
 
 
 class _Numpy:
-    """numpy's global generator, read in full only when it moved since the last look.
+    """numpy's global generator, read completely only if it has changed since the last capture.
 
-    The raw state (624 words and a position) shows every draw but one: the second
-    of a pair of normal numbers comes from a cache. So an unchanged raw state
-    proves nothing while that cache is full (`has_gauss`), and everything while
-    it is empty.
+    The raw state (624 words and a position) changes with each draw except one: the
+    second of a pair of normal numbers comes from a cache. So an unchanged raw state
+    is sufficient only while this cache is empty (`has_gauss` is 0).
     """
 
     RAW_BYTES = 624 * 4 + 4
@@ -49,7 +48,7 @@ _numpy = _Numpy()
 
 
 def capture() -> dict[str, Any]:
-    """All random states, as values the typed tree can hold. Does not touch any of them."""
+    """All random states, as values that can be stored. Does not change any of them."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy.capture()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -57,7 +56,7 @@ def capture() -> dict[str, Any]:
 
 
 def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """States for a rank that has none in the ckpt: they follow from another rank's, and are not those."""
+    """Random states for a rank that has none in the ckpt: computed from those of another rank, but different."""
     words = bytes(state["torch"].tolist()) + rank.to_bytes(4, "little")
     seed = xxhash.xxh3_64(words).intdigest()
     made: dict[str, Any] = {
@@ -70,7 +69,7 @@ def derived(state: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put all random states back. What this process does not have is left out."""
+    """Restore all random states. States of devices that this process does not have are ignored."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state:

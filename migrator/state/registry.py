@@ -1,7 +1,8 @@
-"""What the script has registered, by name, and what is refused, with the way out.
+"""The registered objects by name, and the checks at registration.
 
-A refusal comes at `register()`, when nothing is lost yet; a save that found out
-about a lambda in a scheduler would find out in the last thirty seconds.
+An object that cannot be saved is refused in `register()`, when nothing is lost yet.
+Otherwise a lambda in a scheduler would make the save fail in the last thirty seconds
+of the pod.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from migrator.state.adapters import comm_hooks
-from migrator.state.adapters import base as kinds
-from migrator.ckpt import manifest
-from migrator.state import random_state as randomness
-from migrator.ckpt import codec as tree
-from migrator.errors import RegistrationError
+from migrator.ckpt import codec, manifest
 from migrator.data.sampler import ElasticSampler
+from migrator.errors import RegistrationError
+from migrator.state import random_state
+from migrator.state.adapters import base, comm_hooks, containers, module, optimizer, random_generators, stateful
 from migrator.state.last_storable import Storable
 
 _SHARDED = {
@@ -37,16 +36,14 @@ class Registry:
     """Names and their adapters, in the order of registration."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, kinds.Kind] = {}
+        self._kinds: dict[str, base.Adapter] = {}
         self._targets: dict[str, Any] = {}
-        self.own: set[str] = set()
-        """What each rank has for itself, its large tensors included."""
         self._sizes: dict[str, int] = {}
         self.storable = Storable()
-        """What was storable of objects that may become unstorable while the script runs."""
+        """The last storable values of objects that may become unstorable while the script runs."""
 
     def add(self, name: str, value: Any, *, own: bool = False) -> None:
-        """Take `value` under `name`, or refuse with a reason and what to do instead."""
+        """Register `value` under `name`, or raise an error with the reason and what to do instead."""
         if not isinstance(name, str) or not name or name.startswith("!") or set(name) & set("/\0\n\t"):
             raise RegistrationError(
                 f"register({name!r}, ...): the name must be a text without '/', tabs and line ends, "
@@ -65,27 +62,31 @@ class Registry:
                 )
         adapter = _adapter(name, target)
         value = _checked(name, adapter)
-        self._check_size(name, tree.scan(value, name))
+        self._check_size(name, codec.scan(value, name))
         if adapter.may_lack:
             self.storable.begin(name, value)
+        adapter.is_own = own or isinstance(adapter, comm_hooks.HookState)
         self._kinds[name], self._targets[name] = adapter, target
-        if own or isinstance(adapter, comm_hooks.HookState):
-            self.own.add(name)
 
     def _check_size(self, name: str, size: int) -> None:
-        """A save could not write what a load would not read."""
+        """Refuse objects that would make the manifest larger than a load accepts."""
         self._sizes[name] = size
         total = sum(self._sizes.values())
-        if total > manifest.LIMIT:
+        if total > manifest.MANIFEST_LIMIT:
             del self._sizes[name]
             raise RegistrationError(
-                f"register({name!r}, ...): what in it is neither a tensor nor a large array takes {size} bytes, "
-                f"all that is registered {total}, or more; a manifest holds at most {manifest.LIMIT}. "
+                f"register({name!r}, ...): its values that are not tensors or large arrays take {size} bytes, those of "
+                f"all registered objects {total} or more; a manifest holds at most {manifest.MANIFEST_LIMIT}. "
                 "Keep large numbers of values in a tensor or in a numpy array."
             )
 
-    def __iter__(self) -> Iterator[tuple[str, kinds.Kind]]:
+    def __iter__(self) -> Iterator[tuple[str, base.Adapter]]:
         return iter(self._kinds.items())
+
+    @property
+    def own(self) -> set[str]:
+        """What each rank has for itself, its large tensors included."""
+        return {name for name, adapter in self if adapter.is_own}
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -93,7 +94,7 @@ class Registry:
     def __contains__(self, name: str) -> bool:
         return name in self._kinds
 
-    def __getitem__(self, name: str) -> kinds.Kind:
+    def __getitem__(self, name: str) -> base.Adapter:
         return self._kinds[name]
 
     def named(self, target: Any) -> str | None:
@@ -110,7 +111,7 @@ class Registry:
         return [t for t in self._targets.values() if isinstance(t, nn.Module)]
 
     def saves_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Something registered holds this optimizer, and what it saves has all the tensors of the optimizer's state."""
+        """Whether a registered object holds this optimizer and saves all tensors of its state."""
         tensors = _tensor_ids(list(optimizer.state.values()))
         for target in self._targets.values():
             if _is_stateful(target) and _holds(target, optimizer):
@@ -120,19 +121,19 @@ class Registry:
         return False
 
     def first_step(self) -> None:
-        """The first optimizer step behind a load is about to be made."""
-        for name, kind in self:
-            kind.first_step(name)
+        """Called before the first optimizer step after a load."""
+        for name, adapter in self:
+            adapter.first_step(name)
 
     def owner_of(self, tensors: Iterable[Tensor]) -> str | None:
-        """The registered module that the first of these parameters belongs to which belongs to one."""
+        """The registered module that one of these parameters belongs to: of the first parameter that belongs to any."""
         modules = [(name, target) for name, target in self._targets.items() if isinstance(target, nn.Module)]
         owners = {id(p): name for name, target in reversed(modules) for p in target.parameters()}
         return next((owners[id(tensor)] for tensor in tensors if id(tensor) in owners), None)
 
 
 def unwrapped(value: Any) -> Any:
-    """`value` without DDP, DataParallel, compile and optimizer wrappers: they are this run's, not the state's."""
+    """`value` without DDP, DataParallel, compile and optimizer wrappers, which are not part of the state."""
     while True:
         inner = _handed_on(value)
         if inner is not None:
@@ -147,23 +148,23 @@ def unwrapped(value: Any) -> Any:
 
 
 def _handed_on(value: Any) -> torch.optim.Optimizer | None:
-    """The optimizer whose state this wrapper hands on as its own, as those of Accelerate and Fabric do.
+    """The inner optimizer of a wrapper that returns the inner state as its own, as Accelerate and Fabric do.
 
-    It is what steps, and what has to be restored: the `load_state_dict()` of a wrapper may fill the wrapper alone.
-    None: it is no such wrapper, or has state besides.
+    The inner optimizer makes the steps and has to be restored: `load_state_dict()` of the wrapper may only change the
+    wrapper. None: `value` is not such a wrapper, or it has other state as well.
     """
     inner = getattr(value, "optimizer", None)
     if not isinstance(value, torch.optim.Optimizer) or not isinstance(inner, torch.optim.Optimizer) or inner is value:
         return None
     try:
         handed_on, its_own = value.state_dict(), inner.state_dict()
-    except Exception:  # whatever a wrapper of the script's own raises: it is registered as what it is
+    except Exception:  # a wrapper of the script may raise anything; it is registered as it is
         return None
     if set(handed_on) != set(its_own) or handed_on["param_groups"] != its_own["param_groups"]:
         return None
     tensors = _tensor_ids(its_own)
     is_same = _tensor_ids(handed_on) == tensors
-    # Before the first step there is nothing in either to tell them apart by.
+    # Before the first step there are no tensors to compare, so the state must be the same object.
     return inner if is_same and (tensors or getattr(value, "state", None) is inner.state) else None
 
 
@@ -175,12 +176,12 @@ def _tensor_ids(value: Any) -> set[int]:
 
 
 def _holds(value: Any, optimizer: torch.optim.Optimizer, depth: int = 3) -> bool:
-    """`optimizer` is `value`, or an attribute of it, or of one of its optimizers."""
+    """Whether `optimizer` is `value`, an attribute of it, or an attribute of one of its optimizers."""
     inside = [v for v in getattr(value, "__dict__", {}).values() if isinstance(v, torch.optim.Optimizer)]
     return value is optimizer or (depth > 0 and any(_holds(v, optimizer, depth - 1) for v in inside))
 
 
-def _adapter(name: str, value: Any) -> kinds.Kind:
+def _adapter(name: str, value: Any) -> base.Adapter:
     _refuse_sharded(name, value)
     for fits, kind in _KINDS:
         if fits(value):
@@ -198,7 +199,7 @@ def _adapter(name: str, value: Any) -> kinds.Kind:
 def _is_optimizer(value: Any) -> bool:
     if not isinstance(value, torch.optim.Optimizer):
         return False
-    # Hooks and overridden methods know something about the state that we do not.
+    # With hooks or an overridden method, only `state_dict()` knows the whole state.
     plain = type(value).state_dict is torch.optim.Optimizer.state_dict
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     return plain and not any(getattr(value, hook, None) for hook in hooks)
@@ -213,23 +214,23 @@ def _is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(method) for method in methods)
 
 
-# The first that fits decides: an optimizer is stateful as well.
-_KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], kinds.Kind]]] = [
-    (lambda value: isinstance(value, nn.Module), kinds.Module),
-    (_is_optimizer, kinds.Optimizer),
-    (_is_scheduler, kinds.Scheduler),
-    (lambda value: isinstance(value, torch.amp.GradScaler), kinds.Scaler),
-    (lambda value: isinstance(value, ElasticSampler), kinds.Sampler),
-    (randomness.is_generator, kinds.Generator),
+# The first match counts: an optimizer has `state_dict()` as well.
+_KINDS: list[tuple[Callable[[Any], bool], Callable[[Any], base.Adapter]]] = [
+    (lambda value: isinstance(value, nn.Module), module.Module),
+    (_is_optimizer, optimizer.Optimizer),
+    (_is_scheduler, stateful.Scheduler),
+    (lambda value: isinstance(value, torch.amp.GradScaler), stateful.Scaler),
+    (lambda value: isinstance(value, ElasticSampler), stateful.Sampler),
+    (random_state.is_generator, random_generators.Generator),
     (comm_hooks.is_hook_state, comm_hooks.HookState),
-    (_is_stateful, kinds.Stateful),
-    (lambda value: isinstance(value, (dict, list, set, deque)), kinds.Container),
-    (lambda value: isinstance(value, (Tensor, np.ndarray)), kinds.TensorOrArray),
+    (_is_stateful, stateful.Stateful),
+    (lambda value: isinstance(value, (dict, list, set, deque)), containers.Container),
+    (lambda value: isinstance(value, (Tensor, np.ndarray)), containers.TensorOrArray),
 ]
 
 
 def _refuse_sharded(name: str, value: Any) -> None:
-    # Often only the layers are sharded, and the module around them is an ordinary one.
+    # Often only the layers are sharded, in an ordinary module.
     inner = value.named_modules() if isinstance(value, nn.Module) else [("", value)]
     for path, part in inner:
         reason = next((_SHARDED[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _SHARDED), None)
@@ -243,7 +244,7 @@ def _refuse_sharded(name: str, value: Any) -> None:
         for key, tensor in (*value.named_parameters(), *value.named_buffers()):
             _refuse_tensor(f"{name}/{key}", tensor)
     if isinstance(value, torch.optim.Optimizer):
-        # Its state, which is sharded like these, is made at its first step.
+        # Its state does not exist before the first step, and is sharded like its parameters.
         for number, param in enumerate(param for group in value.param_groups for param in group["params"]):
             _refuse_dtensor(f"{name}: parameter {number}", param)
 
@@ -261,16 +262,16 @@ def _refuse_dtensor(path: str, tensor: Tensor) -> None:
         raise RegistrationError(f"{path} is a DTensor: sharded state is not supported yet.")
 
 
-def _refuse_unwritable(name: str, adapter: kinds.Kind) -> None:
-    """What would be saved and could never be loaded."""
-    if isinstance(adapter, kinds.TensorOrArray):
+def _refuse_unwritable(name: str, adapter: base.Adapter) -> None:
+    """Refuse tensors and arrays that could be saved but not loaded."""
+    if isinstance(adapter, containers.TensorOrArray):
         found = {name: adapter.target}
-    elif isinstance(adapter, kinds.Module):
+    elif isinstance(adapter, module.Module):
         found = {f"{name}/{key}": value for key, value in adapter.found().items()}
     else:
-        return  # there another one takes its place
+        return  # other adapters replace the tensor when they load
     for path, value in found.items():
-        if isinstance(value, Tensor) and not kinds.is_writable(value):
+        if isinstance(value, Tensor) and not containers.is_writable(value):
             raise RegistrationError(
                 f"{path} cannot be written: its elements share memory (expand()), or it was made under "
                 "inference_mode(). No ckpt could be loaded into it. Register a copy: .clone()."
@@ -282,11 +283,11 @@ def _refuse_unwritable(name: str, adapter: kinds.Kind) -> None:
             )
 
 
-def _checked(name: str, adapter: kinds.Kind) -> Any:
-    """What would be saved, and all of it can be: the same walk as a save, without its bytes."""
+def _checked(name: str, adapter: base.Adapter) -> Any:
+    """The value that a save would store, after checking that all of it can be stored."""
     try:
-        # First as it is: a copy of a named tuple is a plain one.
-        tree.scan(adapter.found(), name)
+        # The original first: in a copy a named tuple is a plain tuple.
+        codec.scan(adapter.found(), name)
         _refuse_unwritable(name, adapter)
         return adapter.frozen(adapter.capture())
     except RegistrationError:

@@ -1,12 +1,8 @@
-"""Raw bytes between tensor memory and files: large calls, no copies, a digest of every block.
+"""Large calls between buffers and a file descriptor, bypassing the page cache where the kernel can.
 
 Each change of the GIL's owner beside a busy training loop costs up to a second,
-so one call moves as much as it can; and filling the page cache is what makes an
-ordinary large write slow, so the kernel is asked to pass it by where it knows how.
-
-A digest of a whole file could only be made by one thread from front to back.
-So the bytes are cut in blocks that are digested each for itself, in any order,
-and the digest of the whole is that of the blocks' digests.
+so one call moves as much as it can. Filling the page cache is what makes an
+ordinary large write slow, so the kernel is asked to bypass it.
 """
 
 from __future__ import annotations
@@ -15,23 +11,12 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-import xxhash
-
-from migrator.errors import CkptCorrupt
-
-BLOCK = 64 << 20
-"""Bytes of a file that share one digest: what a flipped bit makes unreadable, what a thread reads at once."""
-
 _IOV_MAX = 1024
-_CALL_MAX = 1 << 30  # Linux moves at most 2 GiB less a page in one call
+"""Buffers that one call takes at most."""
+_CALL_MAX = 1 << 30
+"""Bytes that one call moves at most. Linux moves 2 GiB less a page."""
 _RWF_DONTCACHE = 0x80
-
-
-def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, writable, not copied, kept alive by the view."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+"""The flag of Linux >= 6.14 that bypasses the page cache."""
 
 
 def write_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
@@ -43,7 +28,7 @@ def write_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
         try:
             return os.pwritev(fd, batch, at, flags)
         except OSError as error:
-            # The kernel or the file system does not know how to pass the cache by.
+            # The kernel or the file system cannot bypass the cache.
             if not flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
             flags = 0
@@ -53,12 +38,12 @@ def write_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
 
 
 def read_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
-    """Fill all buffers one after another from `offset` on; a file that ends before is `CkptCorrupt`."""
+    """Fill all buffers one after another from `offset` on; `EOFError` if the file ends before."""
 
     def read(batch: Sequence[memoryview], at: int) -> int:
         return os.preadv(fd, batch, at)
 
-    return _move(read, buffers, offset, lambda at: CkptCorrupt(f"the file ends already at byte {at}"))
+    return _move(read, buffers, offset, lambda at: EOFError(f"the file ends already at byte {at}"))
 
 
 def _move(
@@ -95,49 +80,3 @@ def _behind(batch: list[memoryview], moved: int) -> list[memoryview]:
 def _cut(buffer: memoryview, size: int) -> Iterator[memoryview]:
     for start in range(0, len(buffer), size):
         yield buffer[start : start + size]
-
-
-def block_digest(pieces: Iterable[memoryview]) -> str:
-    """The digest of one block, which may lie in several pieces."""
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
-
-
-def digest_of_blocks(blocks: Iterable[str]) -> str:
-    """The digest of a whole file by the digests of its blocks."""
-    return xxhash.xxh3_128(b"".join(map(bytes.fromhex, blocks))).hexdigest()
-
-
-def block_count(size: int) -> int:
-    """How many blocks a file of `size` bytes has."""
-    return -(-size // BLOCK)
-
-
-class Digest:
-    """The digests of a file whose bytes come by in order."""
-
-    def __init__(self) -> None:
-        self._blocks: list[str] = []
-        self._block = xxhash.xxh3_128()
-        self._room = BLOCK
-
-    def update(self, buffer: memoryview) -> None:
-        while len(buffer):
-            now, buffer = buffer[: self._room], buffer[self._room :]
-            self._block.update(now)
-            self._room -= len(now)
-            if not self._room:
-                self._close_block()
-
-    def finish(self) -> tuple[str, tuple[str, ...]]:
-        """The digest of everything, and that of each block."""
-        if self._room < BLOCK:
-            self._close_block()
-        return digest_of_blocks(self._blocks), tuple(self._blocks)
-
-    def _close_block(self) -> None:
-        self._blocks.append(self._block.hexdigest())
-        self._block = xxhash.xxh3_128()
-        self._room = BLOCK

@@ -1,4 +1,4 @@
-"""A stand-in for kubelet: prove that your script survives its pod, without a cluster.
+"""A stand-in for kubelet: test without a cluster that your script survives the end of its pod.
 
     from migrator.testing import Kubelet
 
@@ -8,10 +8,10 @@
         stop = pod.delete()  # preStop, then SIGTERM, and SIGKILL at the end of the grace
         assert stop.exit_code == 143
 
-For pytest: `pytest_plugins = ["migrator.testing.fixtures"]` gives the fixture
-`kubelet`. Real processes, real hooks, real signals; what a pod has beyond that
-(images, limits, networks) it does not have. What it does as a genuine kubelet
-does, and what not, is in docs/testing.md.
+For pytest: `pytest_plugins = ["migrator.testing.fixtures"]` provides the fixture
+`kubelet`. Processes, hooks and signals are real. Images, limits and networks of pods
+are not supported. docs/testing.md lists what works as in a genuine kubelet, and what
+does not.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Stands between the stand-in kubelet and one container, as a container runtime's shim does.
+"""The process between the stand-in kubelet and one container, like the shim of a container runtime.
 
-A script of its own, run by path, with nothing but the standard library: it starts in a
-few milliseconds. It makes the PID namespace if it can, starts the container's process in
-it as process 1, starts hooks beside it, and reaps what is left over. When its standard
-input ends, whoever started it has ended, however it did: then all it started is killed.
+It is a separate script that imports only the standard library, so it starts in a few
+milliseconds. It makes the PID namespace if this is possible, starts the container's
+process in it as process 1, starts hooks in it, and reaps all processes. When its
+standard input ends, its parent has ended in some way, and it kills all that it started.
 
 Lines of JSON come in, lines of JSON go out:
 
@@ -13,7 +13,7 @@ Lines of JSON come in, lines of JSON go out:
     {"kill": true}                             SIGKILL to all processes of the container
                                             -> {"ended": s} once, when process 1 has ended
 
-A process is {"argv", "env", "cwd", "out"}, a status what `os.waitpid` says.
+A process is {"argv", "env", "cwd", "out"}; a status is that of `os.waitpid`.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ def check(result: int, what: str) -> None:
 
 
 def unshare() -> None:
-    """From now on children of this process live in a PID namespace of their own."""
+    """From now on the children of this process are in a new PID namespace."""
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
         check(libc.unshare(CLONE_NEWPID | CLONE_NEWNS), "unshare")
         return
     check(libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - the shim does without pathlib's import
+        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - importing pathlib would be slow
             file.write(text)
 
 
 def mount_proc() -> None:
-    """In the new namespace: `/proc` tells of its processes."""
+    """Mount a `/proc` that shows the processes of the new namespace."""
     check(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None), "mount /")
     check(libc.mount(b"proc", b"/proc", b"proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, None), "mount /proc")
 
 
 def spawn(process: dict[str, Any], *, mounts: bool = False) -> int:
-    """Fork and become this process; its pid as this process sees it. Raises `OSError` if it cannot be started."""
-    read, write = os.pipe()  # closed by the exec, unless something goes wrong before
+    """Start a process and return its pid. `OSError` if it cannot be started."""
+    read, write = os.pipe()  # exec closes it; on an error before, the child writes the reason
     pid = os.fork()
     if pid == 0:
         try:
@@ -72,11 +72,11 @@ def spawn(process: dict[str, Any], *, mounts: bool = False) -> int:
             os.dup2(out, 1)
             os.dup2(out, 2)
             for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)  # what this interpreter had set for itself
+                signal.signal(number, signal.SIG_DFL)  # the interpreter has changed these
             os.chdir(process["cwd"])
             os.execvpe(process["argv"][0], process["argv"], process["env"])
         except OSError as error:
-            # Of a program that is nowhere in PATH the error names, in bytes, the last place that was tried.
+            # If the program is not in PATH, the file name in the error is the last path that was tried, as bytes.
             named = error.filename if isinstance(error.filename, str) else process["argv"][0]
             os.write(write, f"{named}: {error.strerror}".encode())
         finally:
@@ -91,7 +91,7 @@ def spawn(process: dict[str, Any], *, mounts: bool = False) -> int:
 
 
 def descendants() -> list[int]:
-    """All processes below this one, whatever sessions they made for themselves."""
+    """All descendants of this process, in any session."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdigit():
@@ -114,18 +114,18 @@ class Shim:
         self._is_pid_1 = False
         self._execs: dict[int, int] = {}
 
-    def tell(self, **words: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more; the end of the input tells
+    def send(self, **words: Any) -> None:
+        with contextlib.suppress(OSError):  # the reader has ended, as the end of the input will show
             os.write(1, json.dumps(words).encode() + b"\n")
 
-    def obey(self, words: dict[str, Any]) -> None:
+    def run_command(self, words: dict[str, Any]) -> None:
         if "start" in words:
             self._start(words["start"], wants_pid_1=words["wants_pid_1"])
         elif "exec" in words:
             try:
                 self._execs[spawn(words["exec"])] = words["id"]
             except OSError as error:
-                self.tell(exec_failed=words["id"], why=str(error))
+                self.send(exec_failed=words["id"], why=str(error))
         elif "signal" in words:
             self._signal(words["signal"])
         elif "kill" in words:
@@ -137,10 +137,10 @@ class Shim:
                 unshare()
             self._pid = spawn(process, mounts=wants_pid_1)
         except OSError as error:
-            self.tell(failed=str(error))
+            self.send(failed=str(error))
             return
         self._is_pid_1 = wants_pid_1
-        self.tell(started=self._pid, is_pid_1=wants_pid_1)
+        self.send(started=self._pid, is_pid_1=wants_pid_1)
 
     def _signal(self, number: int) -> None:
         if self._pid is not None:
@@ -148,7 +148,7 @@ class Shim:
                 os.kill(self._pid, number)
 
     def kill(self) -> None:
-        """The end of process 1 is the end of its namespace; without one, of whatever is below this process."""
+        """Kill process 1, which ends its namespace. Without a namespace, kill all descendants of this process."""
         self._signal(signal.SIGKILL)
         if not self._is_pid_1:
             for pid in descendants():
@@ -166,9 +166,9 @@ class Shim:
             if pid == self._pid:
                 self._pid = None
                 self.kill()  # a container ends with its process 1
-                self.tell(ended=status)
+                self.send(ended=status)
             elif pid in self._execs:
-                self.tell(exec_ended=self._execs.pop(pid), status=status)
+                self.send(exec_ended=self._execs.pop(pid), status=status)
 
     def finish(self) -> None:
         while True:
@@ -198,7 +198,7 @@ def main() -> None:
             text += more
             while b"\n" in text:
                 line, _, text = text.partition(b"\n")
-                shim.obey(json.loads(line))
+                shim.run_command(json.loads(line))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""One container: a process, what else runs beside it, and what they wrote.
+"""One container: its process, hooks that run beside it, and their output.
 
-It is started through a shim of its own (`_shim.py`), so nothing outlives the
-tests, not even killed ones. Where the machine allows it the process is process 1
-of a PID namespace, as in a pod: the kernel then keeps signals from it that it has
-no handler for. Where it does not, SIGTERM is held back here by the same rule.
+It is started through its own shim (`_shim.py`), so that nothing outlives the tests,
+even if the tests are killed. If the machine allows it, the process is process 1 of a
+PID namespace, as in a pod: the kernel then drops signals for which it has no handler.
+Otherwise this module drops SIGTERM by the same rule.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from migrator.testing.errors import StandInError
 
 _SHIM = Path(__file__).with_name("_shim.py")
 _START_S = 30.0
-"""Longer than a shim or a process takes to start on a machine that is very busy."""
+"""Maximum time, in seconds, to wait for the start or the end of a shim, on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is to be run."""
+    """A command line with its environment and directory."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -39,37 +39,37 @@ class Command:
 
 @dataclass
 class Exec:
-    """A process beside the container's own: a hook."""
+    """A further process in the container: a hook."""
 
     began_s: float
-    """On the monotonic clock, as all times here."""
+    """On the monotonic clock, as all times in this module."""
     out: Path
     ended_s: float | None = None
     code: int | None = None
-    """Its exit code; 128 and the number if a signal ended it."""
+    """The exit code; 128 plus the number if a signal ended it."""
     failed: str | None = None
     """Why it could not be started."""
     is_over: threading.Event = field(default_factory=threading.Event)
 
     @property
     def text(self) -> str:
-        """What it wrote."""
+        """The output."""
         return _read(self.out)
 
 
 class Container:
-    """From its start to its end; it is not started twice."""
+    """One container, from its start to its end. It can be started once."""
 
     def __init__(self, command: Command, out: Path) -> None:
         self._command = command
         self.out = out
         self.pid: int | None = None
-        """As the tests' side sees it; in its own namespace it is 1."""
+        """The pid outside of the container's PID namespace; inside it is 1."""
         self.is_pid_1 = False
         self.began_s = time.monotonic()
         self.ended_s: float | None = None
         self.status: int | None = None
-        """The exit code; negative: the signal that ended it."""
+        """The exit code; negative: minus the number of the signal that ended it."""
         self.is_over = threading.Event()
         self._execs: list[Exec] = []
         self._answer: dict[str, Any] = {}
@@ -78,13 +78,13 @@ class Container:
         self._shim: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wants_pid_1: bool | None = None) -> None:
-        """Raises `StandInError` if there is no such program."""
+        """Start the process. `StandInError` if this fails, for example because there is no such program."""
         if wants_pid_1 is None:
             wants_pid_1 = isolation() is None
         self._shim = start_shim()
         threading.Thread(target=self._listen, args=(self._shim,), daemon=True, name="container").start()
         self.began_s = time.monotonic()
-        self._tell(start=self._said(self._command, self.out), wants_pid_1=wants_pid_1)
+        self._send(start=self._as_json(self._command, self.out), wants_pid_1=wants_pid_1)
         self._has_answer.wait(_START_S)
         if "started" not in self._answer:
             why = self._answer.get("failed", "its shim ended, or did not answer in time")
@@ -93,7 +93,7 @@ class Container:
         self.pid, self.is_pid_1 = self._answer["started"], self._answer["is_pid_1"]
 
     def exec(self, command: Command, out: Path, *, note: Callable[[Exec], None] = lambda one: None) -> Exec:
-        """Start another process in the container, as kubelet starts a hook. `note` is called before it starts."""
+        """Start a further process in the container, as kubelet starts a hook. `note` is called before it starts."""
         out.touch()
         found = Exec(time.monotonic(), out)
         note(found)
@@ -103,34 +103,34 @@ class Container:
         if self.is_over.is_set():
             self._end_exec(found, failed="the container has ended")
         else:
-            self._tell(exec=self._said(command, out), id=number)
+            self._send(exec=self._as_json(command, out), id=number)
         return found
 
     def hears_sigterm(self) -> bool:
-        """Process 1 has a handler for it."""
+        """Whether process 1 has a handler for SIGTERM."""
         return self._handles(signal.SIGTERM)
 
     def terminate(self) -> None:
-        """SIGTERM to process 1, which does not hear it without a handler."""
-        # In a namespace of its own the kernel keeps from process 1 what it has no handler for. Elsewhere it would die.
+        """Send SIGTERM to process 1. Without a handler it is dropped."""
+        # In a PID namespace the kernel drops it if there is no handler. Otherwise the process would die.
         if self.is_pid_1 or self.hears_sigterm():
-            self._tell(signal=int(signal.SIGTERM))
+            self._send(signal=int(signal.SIGTERM))
 
     def kill(self) -> None:
-        """SIGKILL to all processes of the container."""
-        self._tell(kill=True)
+        """Send SIGKILL to all processes of the container."""
+        self._send(kill=True)
 
     def kill_pid_1(self) -> None:
-        """SIGKILL to process 1; the others go with it."""
-        self._tell(signal=int(signal.SIGKILL))
+        """Send SIGKILL to process 1; the other processes end with it."""
+        self._send(signal=int(signal.SIGKILL))
 
     @property
     def text(self) -> str:
-        """What its processes wrote to stdout and stderr, hooks apart."""
+        """The output of its processes (stdout and stderr), without the hooks."""
         return _read(self.out)
 
     def close(self) -> None:
-        """Nothing of it is left when this returns. May be called twice."""
+        """End all processes of the container, and wait for it. May be called twice."""
         shim = self._shim
         if shim is None or shim.stdin is None:
             return
@@ -139,21 +139,21 @@ class Container:
                 shim.stdin.close()
         try:
             shim.wait(_START_S)
-        except subprocess.TimeoutExpired:  # a process that the kernel cannot kill, for a while: hung storage
+        except subprocess.TimeoutExpired:  # the kernel cannot kill a process while its storage hangs
             shim.kill()
             shim.wait()
         self.is_over.wait(1.0)
 
     def _handles(self, number: int) -> bool:
-        """Process 1 has a handler; read from the kernel, since only it knows."""
+        """Whether process 1 has a handler for this signal, read from the kernel."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        except OSError:  # it is ending this very moment
+        except OSError:  # it is ending at this moment
             return False
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
         return bool(caught >> (number - 1) & 1)
 
-    def _said(self, command: Command, out: Path) -> dict[str, Any]:
+    def _as_json(self, command: Command, out: Path) -> dict[str, Any]:
         return {
             "argv": list(command.argv),
             "env": dict(command.env),
@@ -161,7 +161,7 @@ class Container:
             "out": str(out),
         }
 
-    def _tell(self, **words: Any) -> None:
+    def _send(self, **words: Any) -> None:
         shim = self._shim
         assert shim is not None
         assert shim.stdin is not None
@@ -172,7 +172,7 @@ class Container:
                 shim.stdin.write(json.dumps(words).encode() + b"\n")
                 shim.stdin.flush()
             except BrokenPipeError:
-                return  # it has ended; the listener tells
+                return  # it has ended, and the listener thread notes that
 
     def _listen(self, shim: subprocess.Popen[bytes]) -> None:
         assert shim.stdout is not None
@@ -189,7 +189,7 @@ class Container:
                     self._end_exec(self._execs[words["exec_ended"]], code=code if code >= 0 else 128 - code)
                 elif "exec_failed" in words:
                     self._end_exec(self._execs[words["exec_failed"]], failed=words["why"])
-        # Told by nobody: the shim itself was ended, and with it all that it ran.
+        # The shim has ended without a message, and with it all that it ran.
         self._has_answer.set()
         if self.status is None:
             self._end(-int(signal.SIGKILL))
@@ -207,20 +207,20 @@ class Container:
 
 
 def start_shim() -> subprocess.Popen[bytes]:
-    """Its input and output are pipes."""
+    """Start a shim whose input and output are pipes."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_SHIM)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={"PATH": os.environ.get("PATH", os.defpath)},
-        # Ctrl-C in a terminal reaches the tests, and not what they run.
+        # Ctrl-C in a terminal then reaches only the tests.
         start_new_session=True,
     )
 
 
 @functools.cache
 def isolation() -> str | None:
-    """None: a container's process is process 1 of a PID namespace. Otherwise why it cannot be on this machine."""
+    """None if the process of a container is process 1 of a PID namespace; else why this machine does not support it."""
     out = Path(os.devnull)
     probe = Container(Command(["true"], dict(os.environ), Path("/")), out)
     try:
@@ -228,7 +228,7 @@ def isolation() -> str | None:
     except StandInError as error:
         return str(error)
     else:
-        # A machine may allow the namespace and refuse its /proc, which hooks look into.
+        # A machine may allow the namespace but not mounting its /proc, which hooks read.
         probe.is_over.wait(_START_S)
         return None if probe.status == 0 else f"the probe ended with {probe.status}"
     finally:

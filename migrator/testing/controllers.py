@@ -1,8 +1,8 @@
-"""What starts pods again: a Job, and the operator of a PyTorchJob.
+"""Controllers that start pods again: a Job, and the operator of a PyTorchJob.
 
-A Job gives each pod a name of its own, so it makes the replacement as soon as a
-pod is to be deleted: the new one starts while the old one still saves. A
-PyTorchJob's pods have fixed names, so each is made again when the old one is gone.
+In a Job each pod has a new name, so the replacement is made as soon as a pod is
+being deleted: it starts while the old pod still saves. The pods of a PyTorchJob
+have fixed names, so each is made again after the old one has ended.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from migrator.testing.spec import PodSpec
 Read = Callable[[Mapping[str, Any]], PodSpec]
 Make = Callable[..., Pod]
 _RETRYABLE_FROM = 128
-"""`ExitCode`: what a signal ended is started again, an error of the script is not."""
+"""With restartPolicy `ExitCode`, lowest exit code that is restarted: a signal ended it, and not an error of the
+script."""
 
 
 class Controller(abc.ABC):
-    """Made by `Kubelet.apply`."""
+    """Starts pods and replaces those that end. Made by `Kubelet.apply`."""
 
     _ends_all = False
-    """When it is over, pods that still run are deleted."""
+    """When the job is over, pods that still run are deleted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pods: list[Pod] = []
-        """All pods so far, in the order in which they were made."""
+        """All pods so far, oldest first."""
         self.is_complete = False
         self.failed: str | None = None
-        """Why it is given up."""
+        """Why the job has failed."""
         self._is_deleted = False
         self._changed = threading.Condition(threading.RLock())
 
@@ -47,7 +48,7 @@ class Controller(abc.ABC):
         """Make the first pods."""
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
-        """Until it is complete. If it fails, an error that has what its pods wrote."""
+        """Wait until the job is complete. If it fails, the error contains the output of its pods."""
         with self._changed:
             is_over = self._changed.wait_for(self._is_over, timeout_s)
         if self.is_complete:
@@ -57,7 +58,7 @@ class Controller(abc.ABC):
         raise StandInError(f"job {self.name}: {why}\n{stories}")
 
     def delete(self, *, grace_s: float | None = None) -> list[Stop]:
-        """As `kubectl delete -f`: all pods go, none is made again. How those that ran have ended."""
+        """As `kubectl delete -f`: delete all pods and make none again. Returns how the running pods have ended."""
         with self._changed:
             self._is_deleted = True
             running = [pod for pod in self.pods if not pod.is_over.is_set()]
@@ -76,7 +77,7 @@ class Controller(abc.ABC):
         return [stops[number] for number in range(len(running))]
 
     def close(self) -> None:
-        """No pod is made any more."""
+        """Make no further pods."""
         with self._changed:
             self._is_deleted = True
 
@@ -108,7 +109,7 @@ def _delete(pod: Pod) -> None:
 
 
 class Job(Controller):
-    """A batch/v1 Job of one pod at a time."""
+    """A batch/v1 Job with one pod at a time."""
 
     _ends_all = True
 
@@ -129,12 +130,12 @@ class Job(Controller):
 
     @property
     def pod(self) -> Pod:
-        """The newest one."""
+        """The newest pod."""
         with self._changed:
             return self.pods[-1]
 
     def wait_for_pod(self, number: int, timeout_s: float = WAIT_S) -> Pod:
-        """The pod of this number, from 1, as soon as there is one."""
+        """Wait for the pod with this number, counted from 1."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.pods) >= number or self._is_over(), timeout_s)
             if len(self.pods) < number:
@@ -152,12 +153,12 @@ class Job(Controller):
     def _on_end(self, pod: Pod) -> None:
         stop = pod.stops[-1] if pod.stops else None
         if stop is not None and stop.exit_code == 0:
-            # Also if it was deleted: whoever leaves with 0 has told that there is nothing more to do.
+            # Also if it was deleted: exit code 0 means that there is nothing more to do.
             self._conclude(pod)
             return
         action = next((str(rule.get("action")) for rule in self._rules if _is_meant(rule, pod)), "Count")
         if action == "FailJob" and not self._is_deleted:
-            self._conclude(pod, failed=f"{pod.name} ended in a way that podFailurePolicy does not start again: {stop}")
+            self._conclude(pod, failed=f"{pod.name} ended in a way that podFailurePolicy does not restart: {stop}")
             return
         self._failures += action == "Count"
         if self._failures > self._backoff_limit and not self._is_deleted:
@@ -174,10 +175,10 @@ class Job(Controller):
 
 
 class PyTorchJob(Controller):
-    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator gives them.
+    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator sets for them.
 
-    All starts of one number, a container's first, second and so on, meet at one port. Pods of a cluster have addresses
-    of their own instead, so that no rank of a new life finds the store of the last one.
+    The n-th starts of all containers use the same port, and each n has another one. In a cluster pods have their own
+    addresses instead; in both cases no rank of a new life finds the store of the previous one.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class PyTorchJob(Controller):
         for kind, replica in replicas.items():
             policy = str(replica.get("restartPolicy", "Never"))
             template = dict((replica.get("template") or {}).get("spec") or {})
-            # The operator starts pods again itself, unless kubelet is to do it in place.
+            # The operator itself restarts pods, unless the policy lets kubelet restart them in place.
             template["restartPolicy"] = policy if policy in ("Always", "OnFailure") else "Never"
             self._templates[kind], self._policies[kind] = read(template), policy
         counts = {kind: int(replica.get("replicas", 1)) for kind, replica in replicas.items()}
@@ -219,7 +220,7 @@ class PyTorchJob(Controller):
 
     @property
     def workers(self) -> list[Pod]:
-        """The newest pods of the others."""
+        """The newest pods of the other ranks."""
         return [self.rank(number) for number in range(1, len(self._ranks))]
 
     def rank(self, number: int) -> Pod:
@@ -228,7 +229,7 @@ class PyTorchJob(Controller):
             return next(pod for pod in reversed(self.pods) if pod.name == self._ranks[number])
 
     def wait_for_start(self, number: int, timeout_s: float = WAIT_S) -> list[Pod]:
-        """The newest pods of all ranks, as soon as each has been started this often, in place or as another pod."""
+        """Wait until each rank was started `number` times, in place or as a new pod; the newest pods of all ranks."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -246,7 +247,7 @@ class PyTorchJob(Controller):
             self._begin(name)
 
     def _begin(self, name: str) -> None:
-        # In place or as another pod: each container of this name is one start more.
+        # Each container of this name counts as a start, in place or as a new pod.
         before = sum(len(pod.containers) for pod in self.pods if pod.name == name)
 
         def env(container: int) -> Mapping[str, str]:
@@ -256,7 +257,7 @@ class PyTorchJob(Controller):
         self._add(self._make(name, template, late_env=env, on_end=self._on_end))
 
     def _variables(self, name: str, start: int) -> Mapping[str, str]:
-        """What the operator gives to this pod, for the start of this number."""
+        """The variables that the operator sets for this start of this pod."""
         with self._changed:
             port = str(self._ports.setdefault(start, free_port()))
         size, rank = str(len(self._ranks)), str(self._ranks.index(name))
@@ -289,12 +290,12 @@ class PyTorchJob(Controller):
                 self._begin(pod.name)
             else:
                 self._conclude(
-                    pod, failed=f"{pod.name} ended with {code}, and restartPolicy {policy} leaves it at that"
+                    pod, failed=f"{pod.name} ended with {code}, and restartPolicy {policy} does not restart it"
                 )
 
 
 def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
-    """This rule of a `podFailurePolicy` is for how the pod ended."""
+    """Whether this rule of a `podFailurePolicy` applies to the end of the pod."""
     codes, conditions = rule.get("onExitCodes"), rule.get("onPodConditions") or []
     if codes and pod.stops:
         is_named = codes.get("containerName") in (None, pod.spec.container.name)
@@ -303,7 +304,7 @@ def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
 
 
 def free_port() -> int:
-    """Nobody listens at it now, and until a pod does no connection is given it: those have numbers from 32768 on."""
+    """A port on which nobody listens. Below 32768, so that the kernel does not choose it for an outgoing connection."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as probe:

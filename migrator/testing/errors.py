@@ -1,7 +1,7 @@
-"""What the stand-in kubelet raises: always this, with what was found and what to do."""
+"""The error of the stand-in kubelet; the message says what was found and what to do."""
 
 from __future__ import annotations
 
 
 class StandInError(Exception):
-    """The stand-in cannot do what it was asked for, or what it waited for did not come."""
+    """The stand-in does not support a request, or something did not happen in time."""

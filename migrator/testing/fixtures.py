@@ -3,7 +3,7 @@
     def test_my_script_survives(kubelet):
         pod = kubelet.run(["python", "train.py"])
 
-If a test fails, what its pods wrote and how they ended is in its report.
+If a test fails, its report contains the output of its pods and how they ended.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from migrator.testing.container import isolation
 from migrator.testing.kubelet import Kubelet
 
 _LINES = 200
+"""Maximum number of lines of a pod's output in a report."""
 
 
 @pytest.fixture
 def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
-    """A stand-in kubelet with volumes of its own; nothing that it starts outlives the test."""
+    """A stand-in kubelet with its own volumes; all that it starts ends with the test."""
     with Kubelet(tmp_path / "kubelet") as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""The stand-in kubelet: starts pods from yaml or plain arguments, and ends all of them with the test."""
+"""The stand-in kubelet: starts pods from yaml or from plain arguments, and ends them with the test."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from migrator.testing.pod import Pod
 from migrator.testing.spec import DEFAULT_GRACE_S, ContainerSpec, Mount, PodSpec, Reader, documents
 
 HOOKS = "/hooks"
-"""Where the image has the hooks: `python -m migrator.hooks /hooks`."""
+"""The directory of the hooks in the image: `python -m migrator.hooks /hooks`."""
 PRE_STOP = ("sh", f"{HOOKS}/preStop.sh")
-POST_START = ("sh", f"{HOOKS}/postStart.sh")
 CKPTS = "/ckpts"
 
 Source = str | Path | Mapping[str, Any]
@@ -29,15 +28,15 @@ Started = TypeVar("Started", bound=Controller)
 class Kubelet:
     """All pods of one test, with volumes that outlive them, in one directory.
 
-    `image` says which directories stand for paths of the image: `{"/app": "examples"}`. The hooks of this package
-    stand for `/hooks` unless told otherwise.
+    `image` maps paths of the image to directories of this machine: `{"/app": "examples"}`. `/hooks` is mapped to the
+    hooks of this package by default.
     """
 
     def __init__(self, directory: str | Path, *, image: Mapping[str, str | Path] | None = None) -> None:
         self.directory = Path(directory).resolve()
         self.directory.mkdir(parents=True, exist_ok=True)
         self.pods: list[Pod] = []
-        """All that were ever started here."""
+        """All pods that were started so far."""
         self._image = {HOOKS: Path(migrator.hooks.__file__).parent, **_directories(image or {})}
         self._controllers: list[Controller] = []
         self._lock = threading.Lock()
@@ -52,7 +51,7 @@ class Kubelet:
         self.close()
 
     def volume(self, claim: str) -> Path:
-        """The directory of a claim; all pods that mount it see the same files."""
+        """The directory of a claim. All pods that mount the claim share it."""
         host = re.sub(r"^host:/*", "host/", claim)
         path = self.directory / "volumes" / host
         path.mkdir(parents=True, exist_ok=True)
@@ -71,9 +70,9 @@ class Kubelet:
         restart_policy: str = "Never",
         cwd: str | Path | None = None,
     ) -> Pod:
-        """One pod from plain arguments, as the README has it: ckpts on a claim, our preStop.
+        """Start a pod from plain arguments. By default it has ckpts on a claim and our preStop, as in the README.
 
-        `volumes` names a claim or a directory for each path; `{"/ckpts": "ckpts"}` unless given.
+        `volumes` maps each path to a claim (text) or a directory (`Path`); the default is `{"/ckpts": "ckpts"}`.
         """
         volumes = {CKPTS: "ckpts"} if volumes is None else {path.rstrip("/"): to for path, to in volumes.items()}
         given = {path: Path(place).resolve() for path, place in volumes.items() if isinstance(place, Path)}
@@ -109,10 +108,11 @@ class Kubelet:
         container: str | None = None,
         workers: int | None = None,
     ) -> Any:
-        """As `kubectl apply -f`: a `Pod`, a `Job` or a `PyTorchJob`; of a yaml file, the one document that is one.
+        """As `kubectl apply -f`: start the one Pod, Job or PyTorchJob of a yaml file.
 
-        `env` is added to the container's, `args` and `grace_s` take the place of the yaml's (`MIGRATOR_GRACE_S`
-        goes with it), `volumes` gives directories for volumes by their name, `workers` another number of replicas.
+        `env` is added to the container's environment. `args` and `grace_s` replace those of the yaml (`grace_s` also
+        sets `MIGRATOR_GRACE_S`). `volumes` maps names of volumes to directories. `workers` replaces the number of
+        worker replicas.
         """
         known = {"Pod": self._apply_pod, "Job": self._apply_job, "PyTorchJob": self._apply_pytorchjob}
         found = [one for one in documents(source) if one.get("kind") in known]
@@ -175,14 +175,14 @@ class Kubelet:
         return pod
 
     def lose_node(self) -> None:
-        """All pods at once, without a hook, as when the machine is gone."""
+        """End all pods at once, without a hook, as when the machine is lost."""
         for pod in list(self.pods):
             if not pod.is_over.is_set():
                 pod.lose()
 
     def close(self) -> None:
-        """Nothing that was started here runs any more when this returns. May be called twice."""
-        # First those that would make another pod for each that ends now.
+        """End all that was started here, and wait for it. May be called twice."""
+        # Controllers first: they would make a new pod for each pod that ends.
         for controller in list(self._controllers):
             controller.close()
         with self._lock:

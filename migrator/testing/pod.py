@@ -1,13 +1,13 @@
-"""One pod, from its start to its end, as kubelet treats it.
+"""One pod, from its start to its end, managed as by kubelet.
 
     delete   preStop inside the grace -> SIGTERM to process 1 -> SIGKILL at the end of the grace
              (2 s later if the hook used it up)
     in place a container that ends is started again in the same pod, if the policy says so: its own
              files are new, the pod's emptyDirs are not
 
-A thread of its own starts the containers and sees them end; what a test asks
-for (`delete`, `crash`, ...) happens in the thread that asks. All waits have a
-deadline, and say what they waited for and what the pod wrote.
+A thread per pod starts its containers and waits for their end. The calls of a test
+(`delete`, `crash`, ...) run in the thread of the caller. All waits have a deadline;
+their errors say what did not happen and contain the pod's output.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from migrator.testing.errors import StandInError
 from migrator.testing.spec import FIELDS, ContainerSpec, PodSpec, expand, replacer
 
 WAIT_S = 60.0
-"""No wait is longer unless the test says so."""
+"""Default maximum time, in seconds, of a wait."""
 MIN_GRACE_S = 2.0
-"""A hook that used up the grace leaves the container this, as kubelet does."""
+"""Time, in seconds, that the container still gets after a hook has used up the grace, as with kubelet."""
 _MESSAGE_AT_MOST = 4096
+"""Maximum size of a termination message, in bytes."""
 _FALLBACK_AT_MOST = 2048
+"""Maximum length of a message that is taken from the output, in characters."""
 _QUICK_END_S, _PAUSE_AT_MOST_S = 1.0, 5.0
+"""A container that ran for less than the first is restarted after a pause, of at most the second; in seconds."""
 TERMINATION_LOG = "/dev/termination-log"
 RUN_DIRECTORY = "/tmp/migrator"
-"""Where the signal file lies by default: in the container's own file system, which is new for each container."""
+"""The default directory of the signal file, in the container's own file system, which is new for each container."""
 
 
 @dataclass(frozen=True)
@@ -44,32 +47,32 @@ class HookRun:
 
     name: str
     code: int | None
-    """Its exit code; 137 if it ended with the container; None if it could not be started."""
+    """The exit code; 137 if it ended with the container; None if it could not be started."""
     text: str
-    """What it wrote, or why it could not be started."""
+    """The output, or why it could not be started."""
     began_s: float
-    """Since the stop began."""
+    """Seconds since the stop began."""
     took_s: float
 
 
 @dataclass(frozen=True)
 class Stop:
-    """How a container ended. Times are seconds since its end was asked for; where nobody asked, since it ended."""
+    """How a container ended. Times are seconds since the stop was requested; without a request, since the end."""
 
     exit_code: int
-    """128 and the number if a signal ended it."""
+    """128 plus the number if a signal ended it."""
     reason: str
     """`Completed`, `Error`, `OOMKilled`, `NodeLost` or `StartError`."""
     hooks: tuple[HookRun, ...] = ()
     term_s: float | None = None
-    """When SIGTERM was sent; None: it was not."""
+    """When SIGTERM was sent; None if it was not."""
     is_term_heard: bool = False
-    """Process 1 had a handler for it. Without one it hears nothing: the kernel spares process 1."""
+    """Process 1 had a handler for SIGTERM. Without one the kernel drops signals for process 1."""
     kill_s: float | None = None
     """When SIGKILL was sent."""
     took_s: float = 0.0
     message: str = ""
-    """What the container left for kubelet, the termination message."""
+    """The termination message of the container."""
 
     @property
     def hook(self) -> HookRun:
@@ -81,7 +84,7 @@ class Stop:
 
 @dataclass
 class _Stopping:
-    """An end that was asked for, as it goes on; moments of the monotonic clock."""
+    """A stop in progress. Times are on the monotonic clock."""
 
     start_s: float
     runs: list[Exec] = field(default_factory=list)
@@ -91,7 +94,7 @@ class _Stopping:
 
 
 class Pod:
-    """Made by a `Kubelet`."""
+    """One pod. Made by a `Kubelet`."""
 
     def __init__(
         self,
@@ -112,10 +115,10 @@ class Pod:
         self.containers: list[Container] = []
         """One for each start, the newest last."""
         self.stops: list[Stop] = []
-        """How each of them ended."""
+        """How each container ended."""
         self.is_deleted = False
         self.is_disrupted = False
-        """It was taken away by the cluster, not by whoever owns it: the condition `DisruptionTarget`."""
+        """The cluster removed the pod, and not its owner: the condition `DisruptionTarget`."""
         self.is_over = threading.Event()
         self._paths = dict(paths)
         self._volume = volume
@@ -131,11 +134,11 @@ class Pod:
         directory.mkdir(parents=True)
         self._thread = threading.Thread(target=self._live, daemon=True, name=f"pod {name}")
 
-    # What a test sees.
+    # What a test reads.
 
     @property
     def container(self) -> Container:
-        """The one that runs, or ran last. One that is being started, for the first time or again, is waited for."""
+        """The container that runs, or ran last. Waits for a container that is being started or restarted."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.is_over.is_set() or self._is_running(), WAIT_S):
                 raise StandInError(f"pod {self.name}: no container within {WAIT_S:.0f} s")
@@ -150,15 +153,15 @@ class Pod:
 
     @property
     def log(self) -> str:
-        """What the containers wrote, one after the other."""
+        """The output of all containers, oldest first."""
         return "".join(container.text for container in list(self.containers))
 
     def path(self, path: str) -> Path:
-        """Where a path of the container lies on this machine: `pod.path("/ckpts/preStop.log")`."""
+        """The path on this machine for a path of the container: `pod.path("/ckpts/preStop.log")`."""
         return Path(self._place(len(self.containers) or 1, self.spec.container)(path))
 
     def wait_for_log(self, pattern: str, timeout_s: float = WAIT_S, *, count: int = 1) -> re.Match[str]:
-        """Until lines that the pod writes match, `count` of them; the last of them."""
+        """Wait until `count` places of the output match; the last of these matches."""
         end_s = time.monotonic() + timeout_s
         while True:
             is_over = self.is_over.is_set()
@@ -173,7 +176,7 @@ class Pod:
             time.sleep(0.005)
 
     def wait(self, timeout_s: float = WAIT_S) -> Stop:
-        """Until the pod is over; how its last container ended."""
+        """Wait until the pod is over; how its last container ended."""
         if not self.is_over.wait(timeout_s):
             raise StandInError(f"pod {self.name} still runs after {timeout_s:.0f} s\n{self._story()}")
         return self.stops[-1]
@@ -183,17 +186,17 @@ class Pod:
     def delete(
         self, *, grace_s: float | None = None, hooks: int = 1, at_once: bool = False, timeout_s: float | None = None
     ) -> Stop:
-        """As `kubectl delete pod`: the pod leaves and is not started again in place.
+        """As `kubectl delete pod`: stop the pod and do not restart it in place.
 
-        `grace_s` beats the pod's own; 0 kills at once, without a hook. `hooks=2` runs preStop twice, as kubelet
-        may after a restart of its own, one after the other or `at_once`.
+        `grace_s` overrides that of the pod; 0 kills at once, without a hook. `hooks=2` runs preStop twice, one run
+        after the other or both `at_once`, as kubelet may do after it was restarted itself.
         """
         with self._changed:
             is_first, self.is_deleted = not self.is_deleted, True
             self._changed.notify_all()
         grace_s = self.spec.grace_s if grace_s is None else grace_s
         if is_first:
-            # A controller makes the replacement as soon as it sees that the pod is to go.
+            # A controller makes the replacement as soon as the pod is being deleted.
             self._on_delete(self)
             self._stop(grace_s, hooks=hooks, at_once=at_once)
         elif grace_s <= 0:
@@ -204,26 +207,26 @@ class Pod:
         return self.wait(grace_s + MIN_GRACE_S + WAIT_S if timeout_s is None else timeout_s)
 
     def evict(self, *, grace_s: float | None = None) -> Stop:
-        """As `kubectl drain`, or a pod of higher priority: deleted, and the cluster says that it was its own doing."""
+        """As `kubectl drain` or a preemption: delete the pod, marked as a disruption by the cluster."""
         self.is_disrupted = True
         return self.delete(grace_s=grace_s)
 
     def fail_liveness(self, *, grace_s: float | None = None) -> Stop:
-        """As after failed liveness probes: stopped like a deleted pod, then started again in place."""
+        """As after failed liveness probes: stop the container like that of a deleted pod, then restart it in place."""
         container = self.container
         self._stop(self.spec.grace_s if grace_s is None else grace_s)
         return self._stop_of(container)
 
     def crash(self) -> Stop:
-        """Process 1 ends by SIGKILL, and the container with it. No hook, no SIGTERM."""
+        """Send SIGKILL to process 1, which ends the container. No hook, no SIGTERM."""
         return self._kill("Error")
 
     def oom(self) -> Stop:
-        """As when the container's memory is used up: SIGKILL to all its processes."""
+        """As when the container exceeds its memory: SIGKILL to all its processes."""
         return self._kill("OOMKilled")
 
     def lose(self) -> Stop:
-        """As when the node is gone: all at once, no hook, and with it the emptyDirs."""
+        """As when the node is lost: all processes end at once, without a hook, and the emptyDirs are deleted."""
         with self._changed:
             self.is_deleted = self.is_disrupted = True
             self._why = "NodeLost"
@@ -238,7 +241,7 @@ class Pod:
         if self._thread.ident is None:
             return
         end_s = time.monotonic() + WAIT_S
-        # Longer only on a volume that hangs: the kernel cannot kill who waits for it.
+        # It takes longer only if a volume hangs: the kernel cannot kill a process that waits for it.
         while not self.is_over.wait(0.05) and time.monotonic() < end_s:
             if self.containers:
                 self.containers[-1].kill()
@@ -246,10 +249,10 @@ class Pod:
             container.close()
         self._thread.join(WAIT_S)
 
-    # How kubelet does it.
+    # What kubelet does.
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the pod. Returns at once."""
         self._thread.start()
 
     def _live(self) -> None:
@@ -295,7 +298,7 @@ class Pod:
         return True
 
     def _run_once(self) -> bool:
-        """One container from start to end; True if another one is to follow it."""
+        """Run one container from start to end. True if it has to be restarted."""
         number = len(self.containers) + 1
         termination = self._termination_log(number)
         termination.touch()
@@ -305,7 +308,7 @@ class Pod:
             self.containers.append(container)
             self._changed.notify_all()
             if self.is_deleted and self._stopping is None:
-                container.kill()  # deleted before there was anything to stop
+                container.kill()  # deleted before the container was started
         if self.spec.container.post_start is not None:
             self._post_start(container)
         container.is_over.wait()
@@ -319,14 +322,14 @@ class Pod:
             self._changed.notify_all()
             if policy == "Never" or (policy == "OnFailure" and stop.exit_code == 0):
                 return False
-            # A container that ends as soon as it has begun is not to keep the machine busy.
+            # Pause before restarting a container that ends at once, so that it does not keep the machine busy.
             lived_s = (container.ended_s or 0.0) - container.began_s
             self._pause_s = 0.0 if lived_s > _QUICK_END_S else min(2 * self._pause_s + 0.05, _PAUSE_AT_MOST_S)
             self._changed.wait_for(lambda: self.is_deleted, self._pause_s)
             return not self.is_deleted
 
     def _post_start(self, container: Container) -> None:
-        """Beside the container's process, in no order with it. If it fails the container is stopped."""
+        """Run postStart in parallel to the container's process. If it fails, the container is stopped."""
         hook = self._exec("postStart", container)
         while not hook.is_over.wait(0.02):
             if container.is_over.is_set():
@@ -338,7 +341,7 @@ class Pod:
         """preStop, SIGTERM, SIGKILL. Returns when the container has ended."""
         with self._changed:
             if not self._is_running():
-                return  # it is being prepared, or started again: then it is killed as soon as it has started
+                return  # it is being prepared or restarted, and is killed as soon as it has started
             container, start_s = self.containers[-1], time.monotonic()
             stopping = self._stopping = _Stopping(start_s)
             runs = stopping.runs
@@ -348,7 +351,7 @@ class Pod:
         else:
             if self.spec.container.pre_stop is not None:
                 for _ in range(hooks):
-                    # It is noted before it starts: the container may end, and its report be made, in the meantime.
+                    # Noted before it starts, because the container may end and be reported meanwhile.
                     self._exec("preStop", container, note=runs.append)
                     if not at_once:
                         _wait_for(runs[-1:], start_s + grace_s)
@@ -356,7 +359,7 @@ class Pod:
             left_s = max(MIN_GRACE_S, start_s + grace_s - time.monotonic())
             if not container.is_over.is_set():
                 stopping.term_s = time.monotonic()
-                # Before it is sent: the container may have ended, and its report be made, before this thread goes on.
+                # Before it is sent, because after it the container may end and be reported at any time.
                 stopping.is_term_heard = container.hears_sigterm()
                 container.terminate()
             if not container.is_over.wait(left_s):
@@ -369,7 +372,7 @@ class Pod:
         with self._changed:
             if not container.is_over.is_set():
                 self._why, now_s = why, time.monotonic()
-                # What a stop that goes on meanwhile has done stays in its report.
+                # A stop that is already in progress keeps what it has done.
                 self._stopping = self._stopping or _Stopping(now_s)
                 self._stopping.kill_s = now_s
         if why == "Error":
@@ -397,7 +400,7 @@ class Pod:
         return Stop(
             exit_code=code,
             reason=why or ("Completed" if code == 0 else "Error"),
-            hooks=tuple(_told("preStop", run, start_s) for run in stopping.runs),
+            hooks=tuple(_report("preStop", run, start_s) for run in stopping.runs),
             term_s=_since(start_s, stopping.term_s),
             is_term_heard=stopping.is_term_heard,
             kill_s=_since(start_s, stopping.kill_s),
@@ -425,7 +428,7 @@ class Pod:
     # Files and variables.
 
     def _own(self, number: int) -> Path:
-        """The file system of one container."""
+        """The directory for one container's own file system."""
         return self.directory / f"container-{number}"
 
     def _termination_log(self, number: int) -> Path:
@@ -441,7 +444,7 @@ class Pod:
         shutil.rmtree(self.directory / "empty-dirs", ignore_errors=True)
 
     def _place(self, number: int, spec: ContainerSpec) -> Callable[[str], str]:
-        """Paths of this container -> directories here."""
+        """A function that replaces paths of this container by directories of this machine."""
         paths = {
             **self._paths,
             RUN_DIRECTORY: self._own(number) / "run",
@@ -453,36 +456,36 @@ class Pod:
             else:
                 base = self._volume(self.spec.claims.get(mount.volume, mount.volume))
             paths[mount.path] = base / mount.sub_path if mount.sub_path else base
-            if not paths[mount.path].exists():  # a single file may be mounted, too
+            if not paths[mount.path].exists():  # a single file may be mounted as well
                 paths[mount.path].mkdir(parents=True, exist_ok=True)
         return replacer(paths)
 
     def _command(self, number: int, spec: ContainerSpec) -> Command:
         place, own = self._place(number, spec), self._own(number)
         (own / "run").mkdir(parents=True, exist_ok=True)
-        # Of this machine already; as in a pod, `$(NAME)` does not see what the image has set.
+        # Already paths of this machine. As in a pod, `$(NAME)` does not see variables of the image.
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "HOME": str(own),
             "HOSTNAME": self.name,
-            # Pods have an address of their own each; here all are this machine's, and the only network is loopback.
+            # In a cluster each pod has its own address; here all pods use loopback.
             "GLOO_SOCKET_IFNAME": "lo",
             "TP_SOCKET_IFNAME": "lo",
             "MIGRATOR_TERMINATION_LOG": str(self._termination_log(number)),
         }
         fields = {**FIELDS, "metadata.name": self.name}
         wanted = {name: fields[path] for name, path in spec.fields}
-        told: dict[str, str] = {}
-        """As the container is told them; a path is put in the place of another only once."""
+        values: dict[str, str] = {}
+        """The values before paths are replaced, so that `$(NAME)` does not replace a path twice."""
         for name, value in {**spec.env, **wanted, **self._late_env(number), **self._env}.items():
-            told[name] = expand(value, told)
-            env[name] = place(told[name])
+            values[name] = expand(value, values)
+            env[name] = place(values[name])
         if not {"MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH"} & env.keys():
             env["MIGRATOR_SIGNAL"] = str(own / "run" / "signal")
         cwd = Path(place(spec.working_dir)) if spec.working_dir else own
         if not cwd.is_dir():
             raise StandInError(f"the working directory {cwd} of container {spec.name} is not there")
-        return Command([place(expand(word, told)) for word in spec.argv], env, cwd)
+        return Command([place(expand(word, values)) for word in spec.argv], env, cwd)
 
     def _story(self) -> str:
         hooks = [
@@ -507,7 +510,7 @@ def _wait_for(runs: Sequence[Exec], end_s: float) -> None:
         run.is_over.wait(max(0.0, end_s - time.monotonic()))
 
 
-def _told(name: str, run: Exec, start_s: float) -> HookRun:
+def _report(name: str, run: Exec, start_s: float) -> HookRun:
     took_s = (run.ended_s or time.monotonic()) - run.began_s
     text = run.failed if run.failed is not None else run.text
     return HookRun(name, run.code, text, run.began_s - start_s, took_s)

@@ -1,14 +1,13 @@
-"""What a pod is to be, read from its yaml.
+"""The specification of a pod, read from yaml.
 
-Only what changes how a training process starts, is stopped and starts again is
-read; images, resources and the like are passed over. What would change it and
-cannot be done here (a second container, a hook by HTTP) is refused by name, all
-at once, rather than left out.
+Only fields that change how a training process starts, stops and restarts are read;
+images, resources and the like are ignored. Fields that would change it but are not
+supported (a second container, an HTTP hook) are refused by name; one error lists all
+of them.
 
-There is no image: programs and files are those of this machine. A path of the
-image or of a mount stands for a directory here, and is replaced in the command,
-its arguments, the environment and the hooks. A path that the script itself
-contains is not.
+There is no image: programs and files are those of this machine. A path of the image
+or of a mount is mapped to a directory of this machine, and is replaced in the command,
+its arguments, the environment and the hooks; but not inside of the script.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ FIELDS = {
     "status.hostIP": "127.0.0.1",
     "status.podIP": "127.0.0.1",
 }
-"""What a variable may be told of its pod; the name is each pod's own."""
+"""Fields of the pod that a variable may refer to. The name is replaced by that of each pod."""
 _OURS = {"emptyDir", "persistentVolumeClaim", "hostPath"}
-# Kubernetes takes all that stands in the brackets for a name, a shell's `$(command)` too, and leaves it as it is.
+# In Kubernetes everything in the brackets is a name, also a shell's `$(command)`; an unknown name stays as it is.
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a volume appears in the container."""
+    """The mount of a volume in the container."""
 
     path: str
     volume: str
@@ -57,11 +56,11 @@ class ContainerSpec:
     mounts: tuple[Mount, ...] = ()
     working_dir: str | None = None
     fields: tuple[tuple[str, str], ...] = ()
-    """Variables that take their value from the pod: (variable, field path)."""
+    """Variables with a value from a field of the pod: (variable, field path)."""
     command: tuple[str, ...] = ()
     """The command without its arguments."""
     falls_back_to_logs: bool = False
-    """An empty termination message is filled with the end of the output, if the container failed."""
+    """If the container fails with an empty termination message, the end of its output is used."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class PodSpec:
 
 
 class Reader:
-    """Collects what is wrong, so that all of it can be told at once."""
+    """Reads specifications and collects problems, so that one error lists all of them."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -91,7 +90,7 @@ class Reader:
     def pod(
         self, spec: Mapping[str, Any], *, container: str | None = None, given: Mapping[str, Path] = {}
     ) -> PodSpec | None:
-        """The pod of this `spec:`; None if something is wrong."""
+        """The pod of this `spec:`; None if there are problems."""
         main = self._main(spec.get("containers") or [], container)
         claims, empty_dirs = self._volumes(spec.get("volumes") or [], given)
         known = {*claims, *empty_dirs, *given}
@@ -222,7 +221,7 @@ class Reader:
 
 
 def documents(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a yaml file holds, or the one document that was given."""
+    """The documents of a yaml file, or the given document."""
     if isinstance(source, Mapping):
         return [dict(source)]
     try:
@@ -242,7 +241,7 @@ def documents(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def expand(text: str, env: Mapping[str, str]) -> str:
-    """`$(NAME)` as Kubernetes does it: `$$` is a dollar, a name that is not set stays as it is."""
+    """Expand `$(NAME)` as Kubernetes does: `$$` becomes a dollar, and an unknown name stays as it is."""
 
     def value(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else env.get(match[1], match[0])
@@ -251,7 +250,7 @@ def expand(text: str, env: Mapping[str, str]) -> str:
 
 
 def replacer(paths: Mapping[str, Path]) -> Callable[[str], str]:
-    """What puts directories of this machine in the place of the container's paths, longest first."""
+    """A function that replaces the container's paths in a text by directories of this machine, longest path first."""
     if not paths:
         return lambda text: text
     names = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))

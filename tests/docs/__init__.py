@@ -1,0 +1,1 @@
+"""What the docs, the examples and the benchmarks say is what happens."""

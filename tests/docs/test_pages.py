@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -14,10 +15,9 @@ from migrator import errors, events, settings
 from tests.support.harness import ROOT
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*sorted(ROOT.glob("README.md")), *DOCS]
+PAGES = [*sorted(ROOT.glob("README.md")), *sorted(ROOT.glob("CONTRIBUTING.md")), *DOCS]
 PACKAGE = ROOT / "migrator"
 HOOK = ROOT / "hooks" / "preStop.sh"
-
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -59,10 +59,11 @@ def table(text: str, *header: str) -> list[list[str]]:
     return rows
 
 
+@functools.cache
 def logged() -> dict[str, set[str]]:
     """Each event that the package logs with a name written out, and the levels it may have."""
     found: dict[str, set[str]] = {}
-    for path in sorted(PACKAGE.glob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log"):
                 continue
@@ -100,11 +101,20 @@ def test_each_relative_link_leads_somewhere(page: Path) -> None:
 
 @each_page
 def test_each_file_of_the_repository_that_is_named_exists(page: Path) -> None:
-    """A promise names the test that shows it; the test must be there."""
-    named = set(
-        re.findall(r"(?<![\w/])(?:tests|benchmarks|examples|hooks|migrator|docs|yamls)/[\w./-]*\w", page.read_text())
-    )
+    """A promise names the test that shows it, a list of what to change names files; they must be there."""
+    folders = r"tests|benchmarks|examples|hooks|migrator|docs|yamls|\.ci|\.github"
+    named = set(re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]*\w", page.read_text()))
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@each_page
+def test_each_make_target_that_is_named_exists(page: Path) -> None:
+    """In a sentence, or as a line to copy."""
+    text = page.read_text()
+    copied = "".join(re.findall(r"^```sh$.*?^```$", text, flags=re.M | re.S))
+    named = {*re.findall(r"`make ([a-z]\w*)", text), *re.findall(r"^make ([a-z]\w*)", copied, flags=re.M)}
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    assert sorted(named - targets) == []
 
 
 @each_page
@@ -190,3 +200,52 @@ def test_the_exit_codes_of_the_hook_are_those_of_the_script() -> None:
     assert {row[0]: row[1] for row in rows} == listed
     assert made == set(listed)
     assert set(re.findall(r"^### preStop: exit code (\d+)$", doc("troubleshooting.md"), flags=re.M)) == made - {"0"}
+
+
+THEIRS = (
+    "No space left on device",
+    "Permission denied",
+    "Read-only file system",
+    "Connection closed by peer",
+    "kubectl describe pod",
+    "Last State",
+    "accelerate launch",
+    "py-spy dump --native",
+)
+"""Messages and commands of other programs on the page of symptoms."""
+
+
+def written() -> str:
+    """All text in the package and the hooks that may become a message, a gap where a value is filled in."""
+    texts = [re.sub(r"\$\{?\w+[^\s}]*\}?", "\0", path.read_text()) for path in sorted((ROOT / "hooks").glob("*.sh"))]
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+def phrases(quote: str) -> list[str]:
+    """Each three words in a row of a quoted message, or two if it is short; nothing across a value."""
+    for text in THEIRS:
+        quote = quote.replace(text, "...")
+    found = []
+    for part in re.split(r"\.\.\.|<[^>]*>|\S+\.py, line \d+|\S*[\d=]\S*(?: \S+\")?", quote):
+        words = part.split()
+        size = 3 if len(words) > 3 else 2
+        found += [" ".join(words[i : i + size]) for i in range(len(words) - size + 1)]
+    return found
+
+
+def test_a_message_that_is_quoted_as_a_symptom_is_one_of_ours() -> None:
+    """A user searches the page for the words on the screen. Half of the phrases may differ: values are filled in."""
+    page, ours = doc("troubleshooting.md"), written()
+    symptoms = re.findall(r"^\*\*Symptom\.\*\*(.*?)^\*\*Cause", page, flags=re.M | re.S)
+    quotes = [quote for text in symptoms for quote in re.findall(r"`([^`]+)`", text.replace("\n", " "))]
+    quotes += re.findall(r"^\| `([^`]+)` \|", page, flags=re.M)
+
+    assert len([quote for quote in quotes if phrases(quote)]) > 80
+    wrong = [q for q in quotes if sum(phrase in ours for phrase in phrases(q)) < len(phrases(q)) / 2]
+    assert wrong == []

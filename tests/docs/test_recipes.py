@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.harness import ROOT, Job, Process
 from tests.docs.test_pages import logged
+from tests.support.harness import ROOT, Job, Process
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 WARNINGS = {name for name, levels in logged().items() if "info" not in levels}
@@ -143,6 +143,30 @@ def test_only_an_evaluation_before_the_batch_costs_a_notice_no_time(job: Job, pl
 
     assert life.wait() == 143, life.text
     assert len(job.ckpts()) == (place == "before")
+
+
+README = (ROOT / "README.md").read_text()
+BODY = """\
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics["steps"] += 1
+"""
+
+
+def test_the_script_of_the_readme_resumes_bit_for_bit(job: Job) -> None:
+    """The first lines that anybody reads, with a step in the place of the dots."""
+    script = blocks(README)[0]
+    assert script.endswith("        ...\n")
+    script = script.removesuffix("        ...\n") + BODY
+    # Smaller batches, since there are 24 samples; and fewer workers, since each life starts them anew.
+    script = script.replace("batch_size=32", "batch_size=4").replace("num_workers=4", "num_workers=1")
+    head = f"from tests.support.scripts.recipe import *\n{HEAD}\nmetrics, epochs = {{'steps': 0}}, 2\n"
+    job.write(f"{head}{script}\nfinish()\n")
+
+    told = check(job, ["default step 3", "default backward 8"])
+
+    assert len(told.trained) == 12
 
 
 RANKS = """

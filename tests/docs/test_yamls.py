@@ -7,6 +7,7 @@ of its own breaks copies of the files, so that each rule is seen to find somethi
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields
@@ -84,6 +85,10 @@ def variables(container: Any) -> dict[str, str]:
 
 def words(container: Any) -> list[str]:
     return [*container.get("command", []), *container.get("args", [])]
+
+
+# Each validation reads the definitions of a version again, some megabytes of them.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
 def fits_the_schemas(manifest: Manifest, versions: list[str] = VERSIONS) -> list[str]:

@@ -1,0 +1,1 @@
+"""Whole training scripts of one process: started, stopped, resumed, compared."""

@@ -15,7 +15,7 @@ from tests.support.job_history import (
     unstopped,
 )
 
-EVERYTHING = ROOT / "tests" / "jobs" / "everything.py"
+EVERYTHING = ROOT / "tests" / "support" / "scripts" / "everything.py"
 SAMPLES = 38
 LOADERS = ["elastic", "shuffle", "generator", "own generator", "custom", "stateful"]
 

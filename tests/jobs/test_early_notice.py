@@ -1,4 +1,4 @@
-"""News that come before `listening()` is through: nothing is trained, and the process leaves with its exit code."""
+"""Notice that come before `listening()` is through: nothing is trained, and the process leaves with its exit code."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from migrator.platform.container import container_life
 from migrator.notice.signal_file import INIT, RESUME, SAVE, SignalFile
-from tests.support.rank_processes import Gang
+from migrator.platform.container import container_life
 from tests.support.harness import ROOT, Job, Process, until
+from tests.support.rank_processes import Gang
 
 EARLY = """
 import os
@@ -184,7 +183,6 @@ else:
 """
 
 
-@pytest.mark.processes
 def test_watch_needs_no_torch_and_leaves_children_alone(tmp_path: Path) -> None:
     """A child of multiprocessing imports the script again; it has to end when it is terminated."""
     script = tmp_path / "script.py"
@@ -210,7 +208,7 @@ def test_watch_names_settings_that_cannot_be_used(early: Job) -> None:
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "signal file"])
-def test_news_end_the_wait_for_a_life_that_saves(early: Job, how: str) -> None:
+def test_notice_end_the_wait_for_a_life_that_saves(early: Job, how: str) -> None:
     """The life before may take its whole grace; this one does not train any more and has nothing to wait for."""
     ckpt = trained(early)
     mark = early.root / "default" / "generations" / "000001.leaving"
@@ -236,13 +234,13 @@ def test_news_end_the_wait_for_a_life_that_saves(early: Job, how: str) -> None:
 
 
 HANGS = """
-from migrator.storage.posix import LocalStorage
+from migrator.storage.posix import PosixStorage
 
 def check(self):
     print("hangs\\n", end="")
     time.sleep(60)
 
-LocalStorage.check = check
+PosixStorage.check = check
 """
 
 
@@ -256,7 +254,7 @@ def test_listening_that_hangs_does_not_outlive_the_grace(early: Job) -> None:
 
     assert life.wait(20) == 143, life.text
     (event,) = life.events("left_hard")
-    assert event["why"] == '"listening() was not through at the end of the grace"'
+    assert event["why"] == '"listening() was not over at the end of the grace"'
 
 
 def test_listening_that_fails_leaves_nothing_behind(early: Job) -> None:
@@ -266,7 +264,7 @@ def test_listening_that_fails_leaves_nothing_behind(early: Job) -> None:
     life = early.run()
 
     assert life.wait() == 1, life.text
-    assert "StorageError" in life.text
+    assert "StorageForeignError" in life.text
     assert "SIGTERM is default and wakes -1" in life.text
     assert not early.signal.exists()
 
@@ -311,7 +309,7 @@ def hears_sigterm(life: Process) -> bool:
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_rank_that_is_told_while_it_waits_for_the_others_leaves_with_them(job: Job, told: int) -> None:
     """It is in the middle of a collective; the other one has still to come, and must not begin to train."""
-    job.use(ROOT / "tests" / "jobs" / "podded.py")
+    job.use(ROOT / "tests" / "support" / "scripts" / "podded.py")
     job.root.mkdir()
     gang: Gang = job.gang(2, pods=2, each={1 - told: {"HOLD": "listen"}})
     gang.wait_for("^begins to listen$", ranks=[told])
@@ -327,7 +325,7 @@ def test_a_rank_that_is_told_while_it_waits_for_the_others_leaves_with_them(job:
 
 def test_a_rank_whose_others_never_come_leaves_alone_at_the_end_of_its_grace(job: Job) -> None:
     """It cannot tell them; they see that a rank is lost."""
-    job.use(ROOT / "tests" / "jobs" / "podded.py")
+    job.use(ROOT / "tests" / "support" / "scripts" / "podded.py")
     job.root.mkdir()
     gang: Gang = job.gang(2, pods=2, each={1: {"HOLD": "listen"}}, MIGRATOR_GRACE_S="1")
     gang.wait_for("^begins to listen$", ranks=[0])
@@ -341,35 +339,3 @@ def test_a_rank_whose_others_never_come_leaves_alone_at_the_end_of_its_grace(job
 
 
 # The signal file.
-
-
-def test_a_request_is_not_written_over_by_a_trainer_that_begins_to_listen(tmp_path: Path) -> None:
-    """While a hook holds the lock the trainer waits, and then finds what the hook wrote."""
-    file = SignalFile(tmp_path / "signal", container="c-1")
-    lock = tmp_path / ".signal.lock"
-    lock.touch()
-    found: list[float | None] = []
-    trainer = threading.Thread(target=lambda: found.append(file.write_unless_asked(INIT, grace_s=30.0, pids=1)))
-    trainer.start()
-    file.write(SAVE, request="r-1", deadline=time.time() + 20)
-    lock.unlink()
-    trainer.join()
-
-    (deadline,) = found
-    assert deadline is not None
-    asked = file.read()
-    assert asked is not None
-    assert (asked.word, asked.fields["container"]) == (SAVE, "c-1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["signal"]
-
-
-def test_the_lock_of_a_hook_that_was_killed_holds_nobody_back(tmp_path: Path) -> None:
-    """It is waited for as long as the hooks wait for one another."""
-    file = SignalFile(tmp_path / "signal")
-    (tmp_path / ".signal.lock").touch()
-    start_s = time.monotonic()
-
-    assert file.write_unless_asked(INIT, grace_s=30.0, pids=1) is None
-
-    assert 0.4 < time.monotonic() - start_s < 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["signal"]

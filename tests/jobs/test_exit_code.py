@@ -15,7 +15,7 @@ run = Attempt.run
 
 def run_at_the_end(self):
     # The script is to end by itself: once the ckpt is there it would be interrupted.
-    while not migrator._life.gate.is_closed:
+    while not migrator._session.gate.is_closed:
         time.sleep(0.001)
     return run(self)
 
@@ -57,7 +57,11 @@ def ended(job: Job, text: str, *, is_saved: bool = True, **env: str) -> Process:
 
 def assert_goes_on(job: Job, *, to: int) -> None:
     """The next life does what is left."""
-    text = "from tests.support.scripts.ground import *\nbegin()\nflag = []\n" + LOOP.format(leave="pass", value=0) + "loop()"
+    text = (
+        "from tests.support.scripts.ground import *\nbegin()\nflag = []\n"
+        + LOOP.format(leave="pass", value=0)
+        + "loop()"
+    )
     life = job.write(text).run()
     assert life.wait() == 0, life.text
     assert f"trained {to} " in life.text
@@ -268,17 +272,17 @@ def test_ranks_that_stop_together_end_with_one_code(job: Job, late: str) -> None
         from migrator.save.attempt import Attempt
         share = Attempt.share
         def share_at_the_end(self):
-            while not migrator._life.gate.is_closed:
+            while not migrator._session.gate.is_closed:
                 time.sleep(0.001)
             share(self)
         Attempt.share = share_at_the_end
         if rank == 0:
-            from migrator.ranks.peers import Ranks
-            send = Ranks._send
+            from migrator.ranks.peers import Peers
+            send = Peers._send
             def sends_late(self, out):
                 time.sleep(float(os.environ["LATE_S"]) if out else 0)
                 return send(self, out)
-            Ranks._send = sends_late
+            Peers._send = sends_late
         for x, ids in migrator.batches(loader):
             train(x, ids)
             if rank == 0 and state["step"] == 2:

@@ -27,7 +27,7 @@ def test_a_configuration_behind_the_import_does_not_silence_us(job: Job) -> None
     life = job.write(
         TRAINS.replace("LEVEL", "WARNING")
         + "logging.config.dictConfig(CONFIG)\nbegin()\n"
-        + "from migrator import saving\nfrom migrator.errors import StorageError\n"
+        + "from migrator.save import attempt as saving\nfrom migrator.errors import StorageError\n"
         + "def fail(*args, **named): raise StorageError('no room')\nsaving.write_part = fail\n"
         + EPOCH
     ).run()

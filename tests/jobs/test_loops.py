@@ -8,7 +8,13 @@ import pytest
 
 from migrator.notice.signal_file import SignalFile
 from tests.support.harness import Job, Process
-from tests.support.job_history import Story, assert_as_if_nothing_had_happened, assert_each_sample_once, stopped, unstopped
+from tests.support.job_history import (
+    Story,
+    assert_as_if_nothing_had_happened,
+    assert_each_sample_once,
+    stopped,
+    unstopped,
+)
 
 SAMPLES = 24
 GROUND = "from tests.support.scripts.ground import *\n"
@@ -158,7 +164,7 @@ def test_an_iteration_that_an_exception_left_is_not_saved_but_answered(job: Job,
 
 
 @pytest.mark.parametrize(("trouble", "code"), [("1 / 0", 1), ("os.kill(os.getpid(), signal.SIGINT)", -2)])
-def test_an_exception_without_news_is_the_scripts_own(job: Job, trouble: str, code: int):
+def test_an_exception_without_notice_is_the_scripts_own(job: Job, trouble: str, code: int):
     """An error or Ctrl-C ends the run as it would without us: its code, no ckpt, no signal file left."""
     life = job.write(f"""
         from tests.support.scripts.ground import *

@@ -1,4 +1,4 @@
-"""The news may come anywhere: it is saved, or truthfully answered, without waiting for the loop."""
+"""The notice may come anywhere: it is saved, or truthfully answered, without waiting for the loop."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_loader_workers_that_die_in_an_evaluation_do_not_matter(job: Job):
 @pytest.mark.parametrize(
     "trouble", ["raise ValueError('trouble')", "raise KeyboardInterrupt", "os.kill(os.getpid(), 2)"]
 )
-def test_an_exception_right_behind_the_news_does_not_lose_it(job: Job, trouble: str):
+def test_an_exception_right_behind_the_notice_does_not_lose_it(job: Job, trouble: str):
     """The script ends by an exception in the same instant: it is saved all the same, and started again."""
     job.write(f"""
         from tests.support.scripts.ground import *
@@ -334,7 +334,7 @@ def test_an_exception_right_behind_the_news_does_not_lose_it(job: Job, trouble: 
         assert_saved(job, job.run(MIGRATOR_JOB=str(attempt)), step=3)
 
 
-def test_an_end_right_behind_the_news_does_not_lose_it(job: Job):
+def test_an_end_right_behind_the_notice_does_not_lose_it(job: Job):
     """A script that ends of its own accord in the same instant is saved too, and keeps its exit code."""
     job.write("""
         from tests.support.scripts.ground import *
@@ -367,7 +367,7 @@ def test_an_exception_while_the_last_save_is_written(job: Job):
     assert "ValueError: trouble" in life.text
 
 
-# News upon news.
+# Notice upon notice.
 
 
 def test_twice_in_a_row_is_once(job: Job):
@@ -398,7 +398,7 @@ finally:
 
 
 @pytest.mark.parametrize("first", ["file", "SIGTERM"])
-def test_the_signal_file_and_sigterm_at_once_are_one_news(job: Job, first: str):
+def test_the_signal_file_and_sigterm_at_once_are_one_notice(job: Job, first: str):
     """One save, and the request gets its answer whichever came first."""
     both = ["ask()", "os.kill(os.getpid(), signal.SIGTERM)"]
     one, other = both if first == "file" else both[::-1]

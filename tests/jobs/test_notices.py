@@ -1,4 +1,4 @@
-"""What the signal file may say and when, how often a job may be stopped, and what is saved without any news."""
+"""What the signal file may say and when, how often a job may be stopped, and what is saved without any notice."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import shutil
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from migrator.notice.signal_file import Signal, SignalFile
-from migrator.notice.sigterm import Sigterm
-from migrator.notice.watcher import News, Watcher
 from tests.support.harness import Job, Process, until
 
 COUNT = """
@@ -30,15 +27,15 @@ migrator.register("state", state)
 migrator.register("weights", weights)
 
 if os.environ.get("HOLD_COMMIT"):  # storage that takes its time for the last step of a commit
-    from migrator.storage.posix import LocalStorage
-    put = LocalStorage.put
+    from migrator.storage.posix import PosixStorage
+    put = PosixStorage.put
     def held(self, name, data, **how):
         if name.endswith("manifest.json"):
             print("holds the commit\\n", end="")
             while not os.path.exists("go"):
                 time.sleep(0.002)
         put(self, name, data, **how)
-    LocalStorage.put = held
+    PosixStorage.put = held
 
 migrator.listening()
 print("listens, file:", *open(os.environ["MIGRATOR_SIGNAL"]).read().split())
@@ -109,11 +106,11 @@ def stopped(job: Job, *argv: str, after: int, **env: str) -> Process:
     return run
 
 
-# News that is none.
+# Notice that is none.
 
 EXPIRED = "save\nrequest=old\ndeadline=1000000000\n"
 
-NO_NEWS = {
+NO_NOTICE = {
     "init": "init\n",
     "init, no newline": "init",
     "init with pids of an earlier life": "init\npids=1,2\n",
@@ -131,47 +128,7 @@ NO_NEWS = {
 }
 
 
-def looked_at(path: Path, *, grace_s: float = 30.0) -> list[News]:
-    """What a watcher makes of the file as it is."""
-    news: list[News] = []
-    sigterm = Sigterm()
-    watcher = Watcher(sigterm=sigterm, file=SignalFile(path), grace_s=grace_s, on_news=news.append)
-    try:
-        watcher._look()
-        watcher._look()
-    finally:
-        watcher.close()
-        for fd in (sigterm.read_fd, sigterm._write_fd):
-            os.close(fd)
-    return news
-
-
-@pytest.mark.parametrize("text", NO_NEWS.values(), ids=list(NO_NEWS))
-def test_what_is_no_request_is_no_news(tmp_path: Path, text: str) -> None:
-    """Only a line that says `save`, before its deadline, makes a trainer leave."""
-    path = tmp_path / "signal"
-    path.write_text(text)
-
-    assert looked_at(path) == []
-
-
-@pytest.mark.parametrize(
-    "text", ["save", "save\n", "save\r\n", "save\npod=here", "save\ndeadline=soon\n", "save \n\n\n"]
-)
-def test_a_bare_save_is_a_request(tmp_path: Path, text: str) -> None:
-    """With or without newline, and with nothing else in it: then the grace runs from the file's age."""
-    path = tmp_path / "signal"
-    path.write_text(text)
-    at_s = time.time() - 10
-    os.utime(path, (at_s, at_s))
-    (news,) = looked_at(path)
-
-    assert news.source == "signal file"
-    assert 15 < news.grace_s < 20.5
-    assert looked_at(path, grace_s=9.0) == []
-
-
-@pytest.mark.parametrize("text", [None, *NO_NEWS.values()], ids=["missing", *NO_NEWS])
+@pytest.mark.parametrize("text", [None, *NO_NOTICE.values()], ids=["missing", *NO_NOTICE])
 def test_a_stale_file_does_not_disturb_a_start(counting: Job, text: str | None) -> None:
     """Whatever an earlier life or its hooks left there, a new life says `init` with its pid and trains."""
     if text is not None:
@@ -189,7 +146,7 @@ def test_a_running_job_is_not_disturbed_by_what_is_no_request(counting: Job) -> 
     """Answers, garbage, expired requests, the file's removal: it trains on, and still hears the next real request."""
     run = counting.run()
     run.wait_for("^listens")
-    for text in NO_NEWS.values():
+    for text in NO_NOTICE.values():
         ask(counting, text)
         run.wait_for(f"^step {last_step(run) + 5}$")
     counting.signal.unlink()
@@ -304,7 +261,7 @@ def test_without_a_request_the_answer_names_none(counting: Job) -> None:
 
 
 def test_a_request_that_comes_while_saving_for_sigterm_is_answered(counting: Job) -> None:
-    """The news came another way, but the hook waits for its own id."""
+    """The notice came another way, but the hook waits for its own id."""
     run = counting.run(HOLD_COMMIT="1")
     run.wait_for("^step 10$")
     run.kill()
@@ -515,7 +472,7 @@ def test_a_save_is_made_every_so_many_seconds(counting: Job) -> None:
     assert all((after - before) % 3600 > 0.199 for before, after in pairwise(at_s))
 
 
-def test_off_means_no_save_without_news(counting: Job) -> None:
+def test_off_means_no_save_without_notice(counting: Job) -> None:
     """Only the last one is made."""
     run = stopped(counting, after=600, MIGRATOR_EVERY="off")
 

@@ -1,4 +1,4 @@
-"""Whenever the news comes, a ckpt holds one step throughout."""
+"""Whenever the notice comes, a ckpt holds one step throughout."""
 
 from __future__ import annotations
 
@@ -6,25 +6,19 @@ import itertools
 import operator
 import random
 import shutil
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from migrator.state.capture import Capture, Capturer
-from migrator.loop.gate import Gate, Phase
-from migrator.state.registry import Registry
 from migrator.notice.signal_file import RESUME, SAVE, SignalFile
 from tests.support import chance
-from tests.support.harness import Job, Process, until
 from tests.support.ckpt_reader import read
+from tests.support.harness import ROOT, Job, Process
 
-TELLING = Path(__file__).with_name("jobs") / "telling.py"
+TELLING = ROOT / "tests" / "support" / "scripts" / "telling.py"
 
 KINDS = {
     "adamw foreach": 26,
@@ -37,7 +31,7 @@ KINDS = {
 }
 """Saves at random instants, while the training goes on."""
 LEAVES = 16
-"""Lives that really end; 200 news in all."""
+"""Lives that really end; 200 notice in all."""
 
 
 def tells(value: Any) -> list[float]:
@@ -102,7 +96,7 @@ def test_saves_at_random_instants_hold_one_step_each(job: Job, kind: str) -> Non
 
 
 def leave(job: Job, process: Process, by: str, pause: random.Random) -> None:
-    """News at a random instant of a random step, and nothing else."""
+    """Notice at a random instant of a random step, and nothing else."""
     process.wait_for(r"^step \d+$")
     time.sleep(pause.uniform(0, 0.15))
     if by == "SIGTERM":
@@ -141,131 +135,6 @@ def test_a_job_that_leaves_at_random_instants_goes_on_with_the_step_it_saved(job
 # The gate itself.
 
 
-def gate_of(**registered: Any) -> tuple[Gate, Callable[..., Capture]]:
-    registry = Registry()
-    for name, value in registered.items():
-        registry.add(name, value)
-    capturer = Capturer(registry)
-    gate = Gate(capturer)
-
-    def capture(step: int, *, full: bool = True) -> Capture:
-        return capturer.take(step, None, full=full)
-
-    return gate, capture
-
-
-def started(target: Callable[[], Any]) -> threading.Thread:
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    return thread
-
-
-def ended(thread: threading.Thread) -> bool:
-    thread.join(10)
-    return not thread.is_alive()
-
-
-def test_a_step_waits_while_a_save_reads() -> None:
-    """The pre-hook of any optimizer is the gate, and the save sees that somebody stands there."""
-    weight = nn.Parameter(torch.zeros(3))
-    weight.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    gate, capture = gate_of(weight=weight.data)
-    gate.install()
-    try:
-        gate.publish(capture(1))
-        assert gate.take(0) is not None
-        thread = started(optimizer.step)
-        until(lambda: gate.someone_waits, "the step at the gate")
-        assert not weight.any()
-
-        gate.open()
-
-        assert ended(thread)
-        assert weight.all()
-        assert gate.phase is Phase.DIRTY
-        assert gate.take(0) is None
-    finally:
-        gate.remove()
-
-
-def test_two_threads_that_step_at_once_pass_the_gate_both() -> None:
-    """A backward pass steps on a thread per device: whoever comes second finds the state DIRTY and goes on."""
-    gate, capture = gate_of(metrics={})
-    errors: list[BaseException] = []
-
-    def step() -> None:
-        try:
-            gate._enter()
-        except BaseException as error:
-            errors.append(error)
-
-    gate.publish(capture(1))
-    gate.take(0)
-    threads = [started(step), started(step)]
-    until(lambda: gate._waiting == 2, "both at the gate")
-    gate.open()
-
-    assert all(map(ended, threads))
-    assert errors == []
-    assert gate.phase is Phase.DIRTY
-
-
-def test_a_safe_point_that_lacks_something_does_not_hold_the_loop() -> None:
-    """What was captured before the save was due cannot be saved: to stay there would be to wait for ever."""
-    gate, capture = gate_of(metrics={})
-    gate.holds_main = True
-    lacking = capture(1)
-    lacking.missing = frozenset({"metrics"})
-    gate.announce()
-
-    assert ended(started(lambda: gate.publish(lacking)))
-
-
-def test_a_safe_point_thrown_away_at_once_does_not_hold_the_loop() -> None:
-    """The save may be over before the loop has seen it begin."""
-    gate, capture = gate_of(metrics={})
-    gate.holds_main = True
-    gate.announce()
-    thread = started(lambda: gate.publish(capture(1)))
-    until(lambda: gate._held, "the loop in the safe point")
-
-    with gate._cond:
-        taken = gate.take(0)
-        assert taken is not None
-        gate.spoil(taken)
-        gate.open()
-        gate.unpin(taken)
-
-    assert ended(thread)
-
-
-def test_a_safe_point_before_the_one_that_is_due_does_not_hold_the_loop() -> None:
-    """A periodic save waits for its own step, which the loop must be let go to make."""
-    gate, capture = gate_of(metrics={})
-    gate.holds_main = True
-    gate.announce()
-    thread = started(lambda: gate.publish(capture(4)))
-    until(lambda: gate._held, "the loop in the safe point")
-
-    assert gate.take(0.2, least_step=5) is None
-
-    assert ended(thread)
-
-
-def test_a_loop_that_has_ended_is_as_good_as_held() -> None:
-    """An object that changes outside steps is not lost because the loop will never stand at a safe point again."""
-    gate, capture = gate_of(metrics={})
-    gate.publish(capture(1))
-    gate.holds_main = True
-    assert gate.take(0) is None
-
-    gate.close()
-
-    assert gate.take(0) is not None
-    assert not gate.is_over
-
-
 LOOP = """
 import os, signal, threading, time
 import torch
@@ -278,19 +147,19 @@ migrator.register("optimizer", optimizer)
 migrator.listening()
 STEPS = int(os.environ["STEPS"])
 if os.environ.get("HOLDS"):
-    migrator._life.gate.holds_main = True
+    migrator._session.gate.holds_main = True
 for step in migrator.batches(list(range(1, STEPS + 1))):
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     if os.environ.get("SAVE_AT") == str(step):
         migrator.safe_point()
-        while not migrator._life.gate._takers:  # the periodic save waits for the next step
+        while not migrator._session.gate._takers:  # the periodic save waits for the next step
             time.sleep(0.001)
         print("saved", migrator.save_ckpt(), flush=True)
-        while not migrator._life.gate._takers:  # it waits again
+        while not migrator._session.gate._takers:  # it waits again
             time.sleep(0.001)
-while os.environ.get("WAITS") and not migrator._life.gate._takers:
+while os.environ.get("WAITS") and not migrator._session.gate._takers:
     time.sleep(0.001)
 """
 
@@ -341,7 +210,7 @@ for step in migrator.batches([1]):
     optimizer.step()
 
 def ask():
-    while not migrator._life.is_leaving:
+    while not migrator._session.is_leaving:
         time.sleep(0.0001)
     migrator.save_ckpt()  # too late: this thread leaves, and must not be taken for the one that trains
 
@@ -385,7 +254,7 @@ if BOTH:
     migrator.register("second", second)
     migrator.register("other", other)
 migrator.listening()
-gate = migrator._life.gate
+gate = migrator._session.gate
 
 @torch.compile(backend="eager")
 def step():
@@ -403,7 +272,7 @@ for count in range(1, 31):
         step()
         step_one()
         assert gate.phase.name == "DIRTY"
-    assert migrator._life._steps == 6 * count
+    assert migrator._session.safe_points.steps == 6 * count
     if BOTH:
         migrator.safe_point()
 print("recompiled", torch._dynamo.utils.counters["recompile_limit"].total(), flush=True)

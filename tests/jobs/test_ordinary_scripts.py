@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from tests.jobs.test_loops import GROUND, assert_refused, check
 from tests.support.harness import Job
 from tests.support.job_history import stopped, unstopped
-from tests.jobs.test_loops import GROUND, assert_refused, check
 
 # Counting batches.
 
@@ -904,6 +904,38 @@ def test_weights_that_the_script_changes_by_hand(job: Job, width: int):
 
     assert len(reference.trained) == 6
     assert len(story.lives[0].events("trained_by_hand")) == 1
+
+
+ACCUMULATES = """
+from tests.support.scripts.ground import *
+last = {{"seen": torch.zeros(3)}}
+begin(last=last{registered})
+for epoch in epochs(2):
+    for i, (x, ids) in enumerate(migrator.batches(loader)):
+        loss = model(x).square().mean() / 2
+        loss.backward()
+        last["seen"] = torch.full((3,), float(i))
+        if i % 2 == 0:
+            moment("accumulates")
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        trained(ids, loss.detach())
+print("final", state, [float(p.double().sum()).hex() for p in model.parameters()])
+"""
+
+
+@pytest.mark.parametrize(
+    "registered", ["", ", optimizer=None"], ids=["optimizer registered", "optimizer not registered"]
+)
+def test_a_buffer_that_changes_while_gradients_are_accumulated_is_no_step(job: Job, registered: str):
+    """Before the first step of the optimizer: a safe point between its batches would lose the gradients."""
+    job.write(ACCUMULATES.format(registered=registered))
+    first = job.run(AT="accumulates")
+
+    assert first.wait() == 143, first.text
+    assert not first.events("trained_by_hand"), first.text
+    assert not job.ckpts(), "there is no safe point before the first step"
 
 
 def test_a_table_of_which_one_cell_changes(job: Job):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors import safe_open
 
 from tests.support.harness import ROOT, Job
 
-SMALL = ROOT / "tests" / "jobs" / "small.py"
+SMALL = ROOT / "tests" / "support" / "scripts" / "small.py"
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_a_root_that_is_a_file_is_refused_with_the_way_out(small: Job) -> None:
     small.root.write_text("not a directory")
     life = small.run()
     assert life.wait() == 1
-    message = life.text.split("StorageError: ")[1]
+    message = life.text.split("StorageForeignError: ")[1]
     assert str(small.root) in message
     assert "MIGRATOR_CKPT" in message
     assert small.root.read_text() == "not a directory"
@@ -214,7 +215,7 @@ def test_a_root_without_rights_is_refused_with_the_way_out(job: Job) -> None:
     life = job.run()
 
     assert life.wait() == 1
-    message = life.text.split("StorageError: ")[1]
+    message = life.text.split("StorageAccessError: ")[1]
     assert "Permission denied" in message
     assert "right to write" in message
 
@@ -358,8 +359,7 @@ def test_a_save_or_load_longer_than_a_second_tells_how_far_it_is(job: Job) -> No
     job.script = job.directory / "slow.py"
     slow = """
 import time
-from migrator.storage import file_io as blocks
-from migrator.ckpt import tensor_file as parts
+from migrator.ckpt import digests as blocks, tensor_file as parts
 from migrator.storage import posix as storage
 import migrator.save.progress as progress
 progress.QUIET_S, progress.LINE_EVERY_S = 0.0, 0.0
@@ -387,3 +387,28 @@ def test_a_crash_goes_on_from_the_last_periodic_ckpt(small: Job) -> None:
     assert last.wait() == 0, last.text
     assert f"begins at {newest}" in last.text
     assert last.text.splitlines()[-1] == undisturbed.text.splitlines()[-1]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from migrator.errors import StorageError
+from migrator.storage.posix import PosixStorage
+storage = PosixStorage(Path(sys.argv[1]), "job")
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    with storage.upload("ckpt/part") as file:
+        file.write([memoryview(bytes(6_000)), memoryview(bytes(6_000))])
+        file.finish()
+except StorageError as error:
+    print(error)
+"""
+
+
+def test_a_write_that_is_cut_short_by_the_system_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    """A real limit: the first call moves a part of the bytes, the next one fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "File too large" in done.stdout
+    assert list((tmp_path / "job" / "ckpt").iterdir()) == []

@@ -1,37 +1,29 @@
-"""The line that kubelet shows as the container's last message."""
+"""The line that kubelet shows as the container's last message: what whole jobs leave there."""
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
 
-from migrator import settings
-from migrator.platform.container import tell_kubelet
-from migrator.errors import SettingsError
-from migrator.notice.termination_message import LastWord
-from migrator.settings import Settings
-from tests.support.harness import ROOT, Job, Process
 from tests.jobs.test_notices import COUNT
+from tests.support.harness import ROOT, Job, Process
 
-SMALL = ROOT / "tests" / "jobs" / "small.py"
-RANKED = ROOT / "tests" / "jobs" / "ranked.py"
+SMALL = ROOT / "tests" / "support" / "scripts" / "small.py"
+RANKED = ROOT / "tests" / "support" / "scripts" / "ranked.py"
 BEFORE = "of the life before, " * 50
-
 FAILS = """
 import os, runpy, sys
 from migrator.errors import StorageError
-from migrator.storage.posix import LocalStorage
-put = LocalStorage.put
+from migrator.storage.posix import PosixStorage
+put = PosixStorage.put
 def fail(self, name, data, **how):
     if name.endswith("manifest.json"):
         raise StorageError(os.environ["WHY"], errno=30)
     put(self, name, data, **how)
-LocalStorage.put = fail
+PosixStorage.put = fail
 sys.argv = [os.environ["SCRIPT"]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -143,41 +135,6 @@ def test_ranks_of_several_pods_leave_one_each(job: Job, place: Path) -> None:
         assert found.read_text().startswith(f"migrator: saved: ckpt {job.ckpts()[0]}, step ")
 
 
-@pytest.mark.parametrize(
-    "message", ["x" * 9000, "\u00fc" * 9000, "\u2026" * 4095, "\U0001f600" * 2000, "\udc80" * 9000, "a\nb\r\n" * 3000]
-)
-def test_a_long_message_is_cut_where_kubelet_cuts_it(tmp_path: Path, message: str) -> None:
-    """Kubelet takes the end of what is too long, which would be less of use; and no character is cut in two."""
-    place = tmp_path / "log"
-    place.touch()
-    tell_kubelet(message, place)
-
-    assert 4000 < len(place.read_bytes()) <= 4096
-    assert place.read_bytes().decode().endswith("\n")
-    assert len(place.read_text().splitlines()) == 1
-
-
-def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
-    """Some name a pipe of a side container's."""
-    os.mkfifo(tmp_path / "log")
-
-    tell_kubelet("saved", tmp_path / "log")
-
-
-def test_where_it_is_can_be_said(caplog: pytest.LogCaptureFixture) -> None:
-    """By the pod, not by the script; what is no file is named with all else that is wrong."""
-    with caplog.at_level(logging.INFO, "migrator"):
-        found = settings.read({}, {"MIGRATOR_TERMINATION_LOG": "/dev/my-log"})
-
-    assert found.termination_log == Path("/dev/my-log")
-    assert settings.read({}, {}).termination_log == Settings.termination_log == Path("/dev/termination-log")
-    assert "setting_unknown" not in caplog.text
-    with pytest.raises(SettingsError, match=r"MIGRATOR_TERMINATION_LOG is '/dev/'; allowed: the path of a file"):
-        settings.read({}, {"MIGRATOR_TERMINATION_LOG": "/dev/"})
-    with pytest.raises(SettingsError, match="there is no such setting"):
-        settings.read({"termination_log": "/dev/my-log"}, {})
-
-
 def test_a_killed_process_leaves_more_than_nothing(job: Job, place: Path) -> None:
     """What it was told, when, and which ckpt is there."""
     stopped(job)
@@ -200,18 +157,6 @@ def test_a_killed_process_leaves_more_than_nothing(job: Job, place: Path) -> Non
     assert place.read_text().endswith(f"(the ckpt before: {before})\n")
 
 
-def test_the_first_message_never_takes_the_place_of_the_last(tmp_path: Path) -> None:
-    """The watcher's thread may come to it behind the whole save."""
-    (tmp_path / "log").touch()
-    word = LastWord(tmp_path / "log")
-    word.begin("told to leave")
-    assert (tmp_path / "log").read_text() == "migrator: told to leave\n"
-    word.say("saved")
-    word.begin("told to leave")
-
-    assert (tmp_path / "log").read_text() == "migrator: saved\n"
-
-
 UNUSABLE = """
 from migrator import migrator
 migrator.register("state", {})
@@ -230,7 +175,7 @@ def test_an_error_of_ours_at_the_start(job: Job, place: Path) -> None:
     (job.directory / "file").touch()
     life = job.run(MIGRATOR_CKPT=str(job.directory / "file"))
     assert life.wait() == 1
-    assert place.read_text().startswith("migrator: StorageError: cannot make the directory")
+    assert place.read_text().startswith("migrator: StorageForeignError: cannot make the directory")
 
     life = job.write(UNUSABLE.replace("{})", "{1: print})")).run()
     assert life.wait() == 1

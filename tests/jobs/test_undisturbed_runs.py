@@ -6,13 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from migrator.errors import UsageError
-from migrator.api import Migrator
 from tests.support.harness import ROOT, Job, Process, until
 
 SCRIPT = """
@@ -46,7 +43,7 @@ migrator.listening()
 train(5)
 # body
 train(5)
-time.sleep(0.05)  # for news that would be none of ours
+time.sleep(0.05)  # for notice that would be none of ours
 print("done")
 """
 
@@ -81,7 +78,7 @@ print("children", codes)
 """
 
 
-def test_sigterm_to_a_forked_child_is_not_our_news(job: Job) -> None:
+def test_sigterm_to_a_forked_child_is_not_our_notice(job: Job) -> None:
     """It dies of it, however early it comes; the parent, whose wakeup pipe it inherited, trains on."""
     text = finish(write(job, FORKED).run())
 
@@ -108,7 +105,7 @@ print("signal file", open(os.environ["MIGRATOR_SIGNAL"]).read().split())
 
 
 def test_children_of_multiprocessing_end_as_they_are_told(job: Job) -> None:
-    """`Process.terminate`, `Pool.terminate`, a normal end: none of them is news, none takes the signal file away."""
+    """`Process.terminate`, `Pool.terminate`, a normal end: none of them is notice, none takes the signal file away."""
     run = write(job, MULTIPROCESSING).run()
     text = finish(run)
 
@@ -217,8 +214,8 @@ def test_other_programs_start_with_ordinary_signals(job: Job) -> None:
 # Other owners of signals.
 
 CHILD_OF_A_SAVE = """
-from migrator.storage.posix import LocalStorage
-put = LocalStorage.put
+from migrator.storage.posix import PosixStorage
+put = PosixStorage.put
 holds, go = threading.Event(), threading.Event()
 
 def held(self, name, data, **how):
@@ -227,7 +224,7 @@ def held(self, name, data, **how):
         go.wait()
     put(self, name, data, **how)
 
-LocalStorage.put = held
+PosixStorage.put = held
 weight = torch.nn.Parameter(torch.zeros(1))
 optimizer = torch.optim.SGD([weight], lr=1.0)
 weight.grad = torch.ones(1)
@@ -448,7 +445,7 @@ def _many(job: Job, mode: str, count: int) -> list[Process]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("each", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("each", [8, pytest.param(50, marks=pytest.mark.long)])
 def test_a_finished_run_exits_0_every_time(job: Job, each: int) -> None:
     """Through the interpreter's whole end, with or without a save under way: no thread of ours is in its way."""
     runs = _many(job, "finish", each)
@@ -458,7 +455,7 @@ def test_a_finished_run_exits_0_every_time(job: Job, each: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("each", [12, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("each", [8, pytest.param(40, marks=pytest.mark.long)])
 def test_sigterm_while_a_run_finishes_is_no_failure(job: Job, each: int) -> None:
     """At any moment of its end it is either finished or has left: 0 or 143, never an abort or an error."""
     runs = _many(job, "sigterm", each)
@@ -582,7 +579,6 @@ def _probe(what: str, *, warm: str = "") -> tuple[set[str], list[str]]:
     return set(last.split()[1:]), acts
 
 
-@pytest.mark.processes
 def test_a_bare_import_does_next_to_nothing() -> None:
     """`import migrator` brings no module but its own and those of typing: no thread, no file, no environment."""
     modules, acts = _probe("import migrator")
@@ -594,7 +590,6 @@ def test_a_bare_import_does_next_to_nothing() -> None:
     assert all(name.split(".")[0] in ("migrator", "typing", "_typing", "collections") for name in modules)
 
 
-@pytest.mark.processes
 def test_taking_the_instance_brings_only_what_training_has_anyway() -> None:
     """With torch there already, what comes with `from migrator import migrator` is small and still does nothing."""
     warm = "import numpy, torch, torch.utils.data, logging"
@@ -606,25 +601,6 @@ def test_taking_the_instance_brings_only_what_training_has_anyway() -> None:
 
 
 # Where it may be called.
-
-
-def test_listening_in_a_side_thread_is_refused() -> None:
-    """Python delivers signals to the main thread only."""
-    migrator = Migrator()
-    migrator.register("metrics", {})
-    caught: list[BaseException] = []
-
-    def listen() -> None:
-        try:
-            migrator.listening()
-        except UsageError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-
-    assert "in a side thread, where Python delivers no signals. Call it in the main thread." in str(caught[0])
 
 
 TWICE = """

@@ -64,7 +64,7 @@ else:
     phases, hooks = [], torch.nn.modules.module._global_forward_pre_hooks
     for prepare in (lambda: model[0], model.eval, model.train):
         prepare()(torch.randn(16, 4))
-        phases.append((migrator._life.gate.phase.name, len(hooks)))
+        phases.append((migrator._session.gate.phase.name, len(hooks)))
     print("phases", phases)
 print("hooks", torch.nn.modules.module._global_forward_pre_hooks, model._forward_pre_hooks, model._forward_hooks)
 """

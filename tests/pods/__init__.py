@@ -1,0 +1,1 @@
+"""Pods: the hooks, the stand-in kubelet, the manifests of yamls/."""

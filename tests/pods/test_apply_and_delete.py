@@ -74,7 +74,7 @@ def test_the_job_of_one_pod_is_deleted_and_applied_again(kubelet: Kubelet, train
 @pytest.mark.timeout(240)
 def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubelet, trainers: str) -> None:
     """The loss of one pod is one ckpt and a new start of all three; the last life, with one worker less, ends it."""
-    # Long enough for each life to be in the middle of it when the news come, on a slow machine too.
+    # Long enough for each life to be in the middle of it when the notice comes, on a slow machine too.
     args = ["--epochs=6", "--steps=/ckpts/steps", "--weights=/ckpts/train-ddp.pt"]
 
     job = kubelet.apply(YAMLS / "pytorchjob.yaml", image=IMAGE, env=ENV, args=args)

@@ -1,6 +1,6 @@
 """Whatever the hook finds in its pod: its exit code, what it says, what it logs, and that it is never late.
 
-The trainers here are real ones, the shells too. What a trainer may answer, word by word, is in `test_hooks.py`.
+The trainers here are real ones, the shells too. What a trainer may answer, word by word, is in `pods/test_hooks.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
-from tests.support.rank_processes import state_of
-from tests.support.harness import ForkServer, Job, Process, until
 from tests.pods.test_hooks import SHELLS, ended, wait_until
 from tests.pods.test_hooks import Pod as Container
+from tests.support.harness import ROOT, ForkServer, Job, Process, until
+from tests.support.rank_processes import state_of
 
 pytestmark = pytest.mark.processes
 
@@ -44,7 +44,7 @@ from migrator.save import attempt as saving
 from migrator.ranks import shares as sharing
 from migrator.errors import StorageError
 from migrator.save.progress import ForHook
-from migrator.storage.posix import LocalStorage
+from migrator.storage.posix import PosixStorage
 
 class Slow(dict):  # storage that takes its time for each MB
     write_part, write = staticmethod(saving.write_part), ForHook._write
@@ -63,14 +63,14 @@ if os.environ.get("BLOCK_S"):
     parts.GROUP = sharing.SHARE_BYTES = 1
     saving.write_part, ForHook._write = Slow.write_slowly, Slow.told
 
-put = LocalStorage.put
+put = PosixStorage.put
 def commit(self, name, data, **how):
     if name.endswith("manifest.json") and os.environ.get("HOLD_COMMIT"):
         wait_for("commit")
     if name.endswith("manifest.json") and os.environ.get("FAIL_COMMIT"):
         raise StorageError(os.environ["FAIL_COMMIT"], errno=30)
     put(self, name, data, **how)
-LocalStorage.put = commit
+PosixStorage.put = commit
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1:
     torch.distributed.init_process_group("gloo")
@@ -341,7 +341,7 @@ def test_a_process_that_has_the_number_of_an_earlier_one_is_asked(pod: Container
 
 def test_the_hook_does_not_take_itself_for_a_trainer(pod: Container) -> None:
     """Its own number may be that of the trainer of an earlier life."""
-    script = Path(__file__).parent.parent / "hooks" / "preStop.sh"
+    script = ROOT / "hooks" / "preStop.sh"
     pod.file.write(INIT)
     write = 'printf "init\\npids=$$\\n" >"$MIGRATOR_SIGNAL"; exec "$@"'
     command = [*pod.shell, "-c", write, "sh", *pod.shell, str(script)]
@@ -515,7 +515,7 @@ def test_what_is_no_progress_is_not_told(pod: Container) -> None:
 
 
 def test_a_progress_of_before_is_not_told(pod: Container) -> None:
-    """It is of an earlier life; what comes after it is news, and the last of it is told by a hook that gives up."""
+    """It is of an earlier life; what comes after it is notice, and the last of it is told by a hook that gives up."""
     pod.settings["MIGRATOR_GRACE_S"] = "4"
     pod.file.write(INIT, pids=os.getpid())
     progress = pod.file.path.with_name("signal.progress")

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 import migrator.hooks
+from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile, open_deadline
 from migrator.platform.container import container_life
-from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile, is_open
 
 pytestmark = pytest.mark.processes
 
-REPO = Path(__file__).parent.parent
+REPO = Path(__file__).parent.parent.parent
 PRESTOP = REPO / "hooks" / "preStop.sh"
 POSTSTART = REPO / "hooks" / "postStart.sh"
 SHELLS = ("dash", "busybox sh", "bash")
@@ -32,7 +32,7 @@ PATIENCE_S = 20.0
 # Answers the requests it sees, in the way its second argument says. It ends with the tests, even killed ones.
 TRAINER = """
 import os, sys, time
-from migrator.notice.signal_file import SignalFile, is_open
+from migrator.notice.signal_file import SignalFile, open_deadline
 
 path, how = sys.argv[1:]
 tests = os.getppid()
@@ -42,7 +42,7 @@ print("listening", flush=True)
 while os.getppid() == tests:
     time.sleep(0.005)
     signal, mark = file.read(), file.fingerprint()
-    if mark is None or is_open(signal, now=time.time(), mtime=mark[1] / 1e9, grace_s=30) is None:
+    if mark is None or open_deadline(signal, now=time.time(), mtime=mark[1] / 1e9, grace_s=30) is None:
         continue
     request = signal.fields.get("request")
     if request not in seen or how == "listens anew":
@@ -306,7 +306,7 @@ def test_nobody_to_ask(pod: Pod, word: str | None) -> None:
 
 
 def is_open_here(pod: Pod) -> float | None:
-    return is_open(pod.file.read(), now=time.time(), mtime=0.0, grace_s=30.0, container=container_life())
+    return open_deadline(pod.file.read(), now=time.time(), mtime=0.0, grace_s=30.0, container=container_life())
 
 
 @pytest.mark.parametrize("where", ["in the way", "read-only"])
@@ -549,7 +549,7 @@ def test_windows_line_ends_and_missing_ones_are_read(pod: Pod) -> None:
     assert pod.stop() == (6, "preStop: the trainer could not save: disk full\n")
 
 
-def test_a_huge_or_binary_file_is_no_news(pod: Pod) -> None:
+def test_a_huge_or_binary_file_is_no_notice(pod: Pod) -> None:
     """The hook ends, and takes nothing of it for an answer."""
     pod.file.path.parent.mkdir()
     for content in (b"x" * 1_000_000, bytes(range(256)) * 20, b"\0" * 5000, b"resume" * 10_000):

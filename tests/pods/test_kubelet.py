@@ -19,16 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import migrator.testing.container
 from migrator.testing import Job, Kubelet, Pod, PyTorchJob, StandInError, isolation
 from migrator.testing.container import Container
 from migrator.testing.pod import MIN_GRACE_S
-from migrator.testing.spec import expand, replacer
-from tests.support.rank_processes import is_running
 from tests.support.harness import ROOT, until
+from tests.support.rank_processes import is_running
 
 LATE_S = 0.7
 """How late a busy machine may make what is due at a moment."""
@@ -318,14 +315,14 @@ def test_without_a_hook_sigterm_comes_at_once(kubelet: Kubelet) -> None:
 
 def test_a_container_that_ends_at_once_has_heard_sigterm(kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch) -> None:
     """However far the thread that sent it has come when the report is made."""
-    tell = Container._tell
+    tell = Container._send
 
     def tell_and_wait(self: Container, **words: object) -> None:
         tell(self, **words)
         if "signal" in words:
             until(lambda: kubelet.pods[0].stops, "the report")
 
-    monkeypatch.setattr(Container, "_tell", tell_and_wait)
+    monkeypatch.setattr(Container, "_send", tell_and_wait)
 
     assert up(kubelet.run(sh(STAYS))).delete().is_term_heard
 
@@ -334,14 +331,14 @@ def test_a_hook_that_ends_its_container_at_once_is_in_the_report(
     kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However far the thread that started it has come when the report is made."""
-    tell = Container._tell
+    tell = Container._send
 
     def tell_and_wait(self: Container, **words: object) -> None:
         tell(self, **words)
         if "exec" in words:
             until(lambda: kubelet.pods[0].stops, "the report")
 
-    monkeypatch.setattr(Container, "_tell", tell_and_wait)
+    monkeypatch.setattr(Container, "_send", tell_and_wait)
     pod = up(kubelet.run(sh("echo up; until [ -e asked ]; do sleep 0.01; done"), pre_stop=sh("touch asked; sleep 60")))
 
     assert pod.delete().hook.code == 137
@@ -916,70 +913,6 @@ def test_pytorchjobs_that_are_not_run_here(kubelet: Kubelet) -> None:
 # What a spec says.
 
 
-@pytest.mark.parametrize(
-    ("text", "expanded"),
-    [
-        ("$(A)", "one"),
-        ("x$(A)$(A)y", "xoneoney"),
-        ("$$(A)", "$(A)"),
-        ("$$$(A)", "$one"),
-        ("$(NOT_SET)", "$(NOT_SET)"),
-        ("$A ${A} $(A", "$A ${A} $(A"),
-        ("$(kill $$) $$ $(A", "$(kill $$) $ $(A"),
-        ("$(B)", "$(A)"),
-        ("100$", "100$"),
-    ],
-)
-def test_variables_are_expanded_as_kubernetes_does(text: str, expanded: str) -> None:
-    """Once, and only those that are set."""
-    assert expand(text, {"A": "one", "B": "$(A)"}) == expanded
-
-
-PATHS = {"/ckpts": Path("/real/volumes/c"), "/ckpts/cache": Path("/real/e"), "/app": Path("/src/app")}
-
-
-@pytest.mark.parametrize(
-    ("text", "placed"),
-    [
-        ("/ckpts", "/real/volumes/c"),
-        ("/ckpts/", "/real/volumes/c/"),
-        ("/ckpts/000001/x", "/real/volumes/c/000001/x"),
-        ("/ckpts/cache/x", "/real/e/x"),
-        ("--root=/ckpts:/app", "--root=/real/volumes/c:/src/app"),
-        ('cd "/app" && python /app/t.py>/ckpts/log', 'cd "/src/app" && python /src/app/t.py>/real/volumes/c/log'),
-        ("/ckpts2", "/ckpts2"),
-        ("/ckpts-old /ckpts.old", "/ckpts-old /ckpts.old"),
-        ("/data/ckpts", "/data/ckpts"),
-        ("data/ckpts ./ckpts ../app", "data/ckpts ./ckpts ../app"),
-        ("s3:///ckpts", "s3:///ckpts"),
-        ("$HOME/ckpts ${HOME}/ckpts $(pwd)/ckpts ~/app */app", "$HOME/ckpts ${HOME}/ckpts $(pwd)/ckpts ~/app */app"),
-    ],
-)
-def test_paths_are_replaced_where_they_are_whole(text: str, placed: str) -> None:
-    """The longest one first, and not inside another path or name."""
-    assert replacer(PATHS)(text) == placed
-
-
-@given(st.text(st.sampled_from("/.-_ $(){}=:x") | st.characters(codec="utf-8")))
-def test_text_without_the_paths_stays_as_it_is(text: str) -> None:
-    """Whatever it is; and without variables that are set, an expansion only halves double dollars."""
-    if "$$" not in text:
-        assert expand(text, {}) == text
-    if not any(path in text for path in PATHS):
-        assert replacer(PATHS)(text) == text
-    assert replacer({})(text) == text
-    if "$(" not in text:
-        assert expand(text, {}) == text.replace("$$", "$")
-
-
-@given(st.lists(st.sampled_from(["/ckpts", "/ckpts/cache", "/app", "/ckpts2", "/data/ckpts", "word"]), max_size=6))
-def test_each_word_is_replaced_by_itself(words: list[str]) -> None:
-    """Neighbours change nothing."""
-    place = replacer(PATHS)
-
-    assert place(" ".join(words)).split() == [str(PATHS.get(word, word)).replace("'", "") for word in words]
-
-
 def test_variables_of_a_container(kubelet: Kubelet) -> None:
     """In order, with references to earlier ones, from the pod, with paths replaced; the image's are not seen."""
     env: list[dict[str, Any]] = [
@@ -1342,12 +1275,6 @@ def test_a_program_that_does_not_exist(kubelet: Kubelet, rules: str) -> None:
         pod.wait_for_log("step")
 
 
-def test_directories_that_do_not_exist(tmp_path: Path) -> None:
-    """What stands for a path of the image must be there."""
-    with pytest.raises(StandInError, match=r"nowhere, which is to stand for /app, does not exist"):
-        Kubelet(tmp_path, image={"/app": tmp_path / "nowhere"})
-
-
 def test_a_pod_from_plain_arguments(kubelet: Kubelet, tmp_path: Path) -> None:
     """Ckpts on a claim, directories where they are named, the grace told to the script."""
     (tmp_path / "data").mkdir()
@@ -1510,14 +1437,3 @@ def test_the_fixture(tmp_path: Path) -> None:
     assert "the first pod\n" in first
     assert "the log of the pod\n" in second
     assert processes_of(tmp_path) == []
-
-
-def test_the_header_says_why_there_are_no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is to believe that process 1 was tested where it was not."""
-    from migrator.testing import fixtures
-
-    monkeypatch.setattr(fixtures, "isolation", lambda: "unshare: not here")
-
-    assert fixtures.pytest_report_header() == (
-        "migrator.testing: NO PID NAMESPACES HERE, so containers are not process 1: unshare: not here"
-    )

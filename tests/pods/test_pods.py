@@ -20,13 +20,13 @@ import pytest
 from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
 from migrator.testing import Job as PodJob
 from migrator.testing import Kubelet, Pod, PyTorchJob, Stop, isolation
-from tests.support.rank_processes import free_port
 from tests.support.harness import DEADLINE_S, ROOT, ForkServer, Job, events_in, until
 from tests.support.rank_history import RankStory, assert_ranks_as_if_nothing_had_happened, unstopped_ranks, whole_steps
+from tests.support.rank_processes import free_port
 
 pytest_plugins = ["migrator.testing.fixtures"]
 
-SCRIPT = ROOT / "tests" / "jobs" / "podded.py"
+SCRIPT = ROOT / "tests" / "support" / "scripts" / "podded.py"
 PYTHON = [sys.executable, str(SCRIPT)]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SIGNAL = "/tmp/migrator/signal"

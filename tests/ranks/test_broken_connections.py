@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support import rank_processes as gangs
-from tests.support.rank_processes import Gang
 from tests.support.harness import Job
 from tests.support.ordinary_rank_scripts import BEGIN, END, GROUP, LISTEN
 from tests.support.rank_history import whole_steps
+from tests.support.rank_processes import Gang
 from tests.support.store_proxy import Wire
 
 SHORT_S = 3.0
 """A stall that a network may have, and nobody is lost. Longer than a call to the store is waited for."""
-LOSSES = ("rank_lost", "settled", "store_lost", "share_taken_over", "save_failed", "left_hard")
+LOSSES = ("rank_lost", "saving_alone", "store_lost", "share_taken_over", "save_failed", "left_hard")
 # Until the test says so; both ranks end behind the same step.
 SCRIPT = (
     BEGIN
@@ -104,15 +104,15 @@ def test_a_short_stall_while_leaving_costs_nobody(job: Job, behind: Behind, told
 
 @pytest.mark.parametrize("fault", ["stall", "reset"])
 def test_a_rank_that_is_cut_off_and_has_to_leave_saves_alone_and_says_so(job: Job, behind: Behind, fault: str) -> None:
-    """The other one, which no news can reach, ends with its collective: by gloo's error, not by ours."""
+    """The other one, which no notice can reach, ends with its collective: by gloo's error, not by ours."""
     gang, wire = behind(MIGRATOR_GRACE_S="10")
 
     getattr(wire, fault)()
     gang.kill(ranks=[1])
 
     assert gang.wait()[1] == 143, gang.text
-    (settled,) = gang[1].events("settled")
-    assert "the job's store is gone" in settled["why"], gang.text
+    (alone,) = gang[1].events("saving_alone")
+    assert "the job's store is gone" in alone["why"], gang.text
     (leaving,) = gang[1].events("leaving")
     assert leaving["why"] == "saved", gang.text
     assert whole_steps(job) == [int(leaving["step"])], gang.text
@@ -151,7 +151,7 @@ def test_a_connection_that_is_reset_ends_no_training(behind: Behind, job: Job) -
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_connection_that_broke_is_made_again(behind: Behind, job: Job, told: int) -> None:
-    """From then on it is a job like any other: whoever has the news, both leave with one ckpt."""
+    """From then on it is a job like any other: whoever has the notice, both leave with one ckpt."""
     gang, wire = behind()
     wire.reset()
     gang[1].wait_for("store_lost")
@@ -161,5 +161,5 @@ def test_a_connection_that_broke_is_made_again(behind: Behind, job: Job, told: i
 
     assert gang.wait() == [143, 143], gang.text
     assert {fields["why"] for _, fields in gang.events("leaving")} == {"saved"}, gang.text
-    assert not gang.events("settled"), gang.text
+    assert not gang.events("saving_alone"), gang.text
     assert not gang.events("rank_lost"), gang.text

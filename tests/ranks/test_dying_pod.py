@@ -10,9 +10,9 @@ import time
 import pytest
 
 from migrator.notice.signal_file import RESUME
-from tests.support.rank_processes import is_running
-from tests.support.harness import Job, until
 from tests.ranks.test_torchrun import AGENT_STOPPED, AS_IT_IS, resumed, saved_step, steps_of, two_nodes, workers_of
+from tests.support.harness import Job, until
+from tests.support.rank_processes import is_running
 from tests.support.torchruns import Torchrun
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.rank_processes import Gang
 from tests.support.harness import ROOT, ForkServer, Job, until
 from tests.support.rank_history import (
     RankStory,
@@ -16,10 +15,11 @@ from tests.support.rank_history import (
     assert_ranks_as_if_nothing_had_happened,
     unstopped_ranks,
 )
+from tests.support.rank_processes import Gang
 
-LONELY = ROOT / "tests" / "jobs" / "lonely.py"
+LONELY = ROOT / "tests" / "support" / "scripts" / "lonely.py"
 EPOCHS, SAMPLES, BATCH = 3, 24, 4
-LOSSES = ["rank_lost", "settled", "store_lost", "ranks_differ", "save_failed"]
+LOSSES = ["rank_lost", "saving_alone", "store_lost", "ranks_differ", "save_failed"]
 """Nobody was lost, and nothing failed: no rank says any of these."""
 SOON_S = 2.0
 """Of a grace of 20 s. A rank that was waited for and given up costs a quarter of it."""

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.support.rank_processes import Gang
 from tests.support.harness import Job
+from tests.support.rank_processes import Gang
 
 TINY = """
 import os
@@ -115,15 +115,15 @@ def test_the_training_thread_asks_nothing_of_others(job: Job, every: str, steps:
 
 # The thread is inside the store's code nearly all the time, so that no end is a matter of luck.
 BUSY = """
-from migrator.ranks.peers import Ranks
-exchange = Ranks._exchange
+from migrator.ranks.peers import Peers
+exchange = Peers._exchange
 
 def exchanges(self, *lists):
     for _ in range(2000):
         self._store.add("migrator/tests", 0)
     return exchange(self, *lists)
 
-Ranks._exchange = exchanges
+Peers._exchange = exchanges
 """
 
 
@@ -164,8 +164,8 @@ def test_ranks_that_leave_end_with_143_through_the_whole_end(job: Job) -> None:
 
 OUTLIVES_THE_STORE = """
 from pathlib import Path
-from migrator.ranks.peers import Ranks
-exchange = Ranks._exchange
+from migrator.ranks.peers import Peers
+exchange = Peers._exchange
 
 class SaysBye:
     def __init__(self, store):
@@ -191,7 +191,7 @@ def exchanges(self, *lists):
         self._store = SaysBye(self._store)
     return exchange(self, *lists)
 
-Ranks._exchange = exchanges
+Peers._exchange = exchanges
 Path("pid-0").write_text(str(os.getpid())) if rank == 0 else None
 distributed.barrier()
 """
@@ -321,22 +321,22 @@ def test_a_slow_load_is_no_sign_of_death(job: Job) -> None:
     """A rank that reads for longer than a silent one is waited for is heard all the while."""
     slow = """
 import migrator.ranks.peers
-import migrator.session.restore_plan
+import migrator.session.restore
 migrator.ranks.peers.GONE_S = 1.5
-read = migrator.session.restore_plan.read
+read = migrator.session.restore.read
 
 def slowly(*args):
     time.sleep(4.0 if os.environ["RANK"] == "1" else 0.0)
     return read(*args)
 
-migrator.session.restore_plan.read = slowly
+migrator.session.restore.read = slowly
 """
     script = TINY.replace(
         "make = dict\n",
         "make = dict\n"
         + slow.replace("migrator.", "ours.").replace(
-            "import ours.ranks\nimport ours.loading\n",
-            "import migrator.ranks.peers, migrator.session.restore_plan\nimport sys\nours = sys.modules['migrator']\n",
+            "import ours.ranks.peers\nimport ours.session.restore\n",
+            "import migrator.ranks.peers, migrator.session.restore\nimport sys\nours = sys.modules['migrator']\n",
         ),
     )
     finish(job.write(script).gang(2, EVERY="4"))

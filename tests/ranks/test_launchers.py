@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.rank_processes import free_port
 from tests.support.harness import Job, until
 from tests.support.ordinary_rank_scripts import BEGIN, END, GROUP, LISTEN, assert_resumes_as_if_nothing_had_happened
 from tests.support.rank_history import RankStory, add_next_ranks
+from tests.support.rank_processes import free_port
 from tests.support.torchruns import Torchrun
 
 TRAIN = (
@@ -65,7 +65,7 @@ def test_torchrun_without_a_rendezvous(job: Job, meeting: str) -> None:
     for agent in agents:
         agent.wait_for("^trained 4 ")
     agents[-1].terminate()
-    until(lambda: "migrator rank 0: signal" in texts(agents)[0], "the news on rank 0", context=lambda: agents[0].text)
+    until(lambda: "migrator rank 0: signal" in texts(agents)[0], "the notice on rank 0", context=lambda: agents[0].text)
     stay.unlink()
     assert [agent.wait() for agent in agents] == [1] * len(agents)
     add_next_ranks(story, texts(agents))

@@ -11,7 +11,6 @@ import pytest
 from migrator.ckpt.manifest import Manifest
 from migrator.data.sampler import ElasticSampler
 from tests.support import chance
-from tests.support.rank_processes import Gang
 from tests.support.harness import ROOT, Job
 from tests.support.rank_history import (
     RankStory,
@@ -22,8 +21,9 @@ from tests.support.rank_history import (
     stopped_ranks,
     unstopped_ranks,
 )
+from tests.support.rank_processes import Gang
 
-RANKED = ROOT / "tests" / "jobs" / "ranked.py"
+RANKED = ROOT / "tests" / "support" / "scripts" / "ranked.py"
 SIZES = [1, 2, 3, 4, 5]
 
 # Trains up to the last of the steps SAVE, saves at each, and tells what it has and what each rank would draw next.
@@ -222,7 +222,7 @@ def test_a_flipped_byte_makes_all_ranks_take_the_ckpt_before(job: Job, size: int
 
 
 ONE_SEES_IT = """
-import migrator.session.restore_plan as loading
+import migrator.session.restore as loading
 from migrator.errors import CkptCorrupt
 read_part = loading.read_part
 
@@ -256,16 +256,16 @@ if rank == int(os.environ.get("LACKS_RANK", "-1")):
     del objects["metrics"]
     objects["state"] = torch.zeros(1)
 # One rank comes last; then another one reads so late that whoever serves the store could have ended.
-from migrator.ranks.peers import Ranks
+from migrator.ranks.peers import Peers
 
 def slow(name, by_s):
-    was = getattr(Ranks, name)
+    was = getattr(Peers, name)
 
     def does(*args, **named):
         time.sleep(by_s)
         return was(*args, **named)
 
-    setattr(Ranks, name, does)
+    setattr(Peers, name, does)
 
 if rank == int(os.environ.get("LATE_RANK", "-1")):
     slow("tell", 1.2)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 import pytest
 
 from migrator.ckpt.manifest import Manifest
-from tests.support.rank_processes import Gang
 from tests.support.harness import ROOT, Job
 from tests.support.rank_history import whole_steps
+from tests.support.rank_processes import Gang
 
 long = pytest.mark.long
-LOSING = ROOT / "tests" / "jobs" / "losing.py"
+LOSING = ROOT / "tests" / "support" / "scripts" / "losing.py"
 GRACE_S = 8.0
 IN_TIME_S = 6.0
 """The answer has come after so long at most: clearly before SIGKILL would."""
@@ -112,7 +112,7 @@ def test_a_frozen_rank_holds_back_nobody(job: Job, frozen: int, place: str, step
     assert saved == step
     assert frozen in named(gang, "rank_lost"), gang.text
     if frozen == 0:
-        assert {rank for rank, _ in gang.events("settled")} == set(whole), gang.text
+        assert {rank for rank, _ in gang.events("saving_alone")} == set(whole), gang.text
     assert frozen in manifest_of(job, ckpt).extra["missing"]
     digest = digest_of(gang, whole[0], step)
     gang.end()
@@ -167,7 +167,7 @@ def test_a_step_that_no_rank_completes_is_not_waited_for(job: Job) -> None:
     _, saved = left(gang, [0])
 
     assert saved == 4
-    assert 0 in {rank for rank, _ in gang.events("settled")}, gang.text
+    assert 0 in {rank for rank, _ in gang.events("saving_alone")}, gang.text
     gang.end()
     assert_goes_on(job, 2, 4, digest_of(gang, 0, 4))
 
@@ -177,7 +177,7 @@ def test_a_step_that_no_rank_completes_is_not_waited_for(job: Job) -> None:
 
 @pytest.mark.parametrize("lost", [2, pytest.param(0, marks=long)])
 def test_a_rank_killed_before_it_said_where_it_is(job: Job, lost: int) -> None:
-    """It never reports; the collective of the others fails with the news pending."""
+    """It never reports; the collective of the others fails with the notice pending."""
     gang = job.gang(3, pods=3, HOLD="5:drawn", HOLD_RANK=str(lost))
     gang.wait_for("^held", [lost])
     gang.freeze(lost)
@@ -216,8 +216,8 @@ def test_a_rank_lost_while_it_writes(job: Job, lost: int, how: int) -> None:
 
     assert saved == 4
     taken = [fields for _, fields in gang.events("share_taken_over")]
-    settled = gang.events("settled")
-    assert taken or settled, gang.text
+    alone = gang.events("saving_alone")
+    assert taken or alone, gang.text
     assert lost in named(gang, "rank_lost"), gang.text
     assert not [part.name for part in manifest_of(job, ckpt).parts if f"-rank-0000{lost}" in part.name]
     digest = digest_of(gang, whole[0], 4)
@@ -280,7 +280,7 @@ def test_a_rank_killed_after_it_has_written(job: Job, lost: int) -> None:
     ],
 )
 def test_a_rank_that_is_gone_while_others_still_evaluate(job: Job, gone: int, how: str) -> None:
-    """It has ended, failed or died, and if it was rank 0 the store is gone with it; then news come."""
+    """It has ended, failed or died, and if it was rank 0 the store is gone with it; then a notice comes."""
     whole = others(3, gone)
     holding = "0 1 2" if how == "killed" else " ".join(map(str, whole))
     raising = {"RAISE": "after", "RAISE_RANK": str(gone)} if how == "raises" else {}
@@ -316,9 +316,9 @@ def test_a_rank_that_is_gone_while_others_still_evaluate(job: Job, gone: int, ho
         pytest.param(0, "stepped", 5, marks=long),
     ],
 )
-def test_a_rank_that_raises_with_news_pending(job: Job, raising: int, place: str, step: int) -> None:
+def test_a_rank_that_raises_with_notice_pending(job: Job, raising: int, place: str, step: int) -> None:
     """All leave with what is whole: the step it had, or the one that it finished and others have as well."""
-    env = {"RAISE": f"5:{place}", "RAISE_RANK": str(raising), "RAISE_NEWS": "1"}
+    env = {"RAISE": f"5:{place}", "RAISE_RANK": str(raising), "RAISE_NOTICE": "1"}
     gang = job.gang(2, pods=2, **env)
 
     ckpt, saved = left(gang, [1 - raising])
@@ -333,7 +333,7 @@ def test_a_rank_that_raises_with_news_pending(job: Job, raising: int, place: str
 
 
 @pytest.mark.parametrize("raising", [1, pytest.param(0, marks=long)])
-def test_a_rank_that_raises_without_news_ends_the_job_and_no_ckpt(job: Job, raising: int) -> None:
+def test_a_rank_that_raises_without_notice_ends_the_job_and_no_ckpt(job: Job, raising: int) -> None:
     """Nobody hangs, and the ckpt of the life before is as it was."""
     before = job.gang(2, pods=2, HOLD="3:drawn", HOLD_RANK="0 1")
     before.wait_for("^held")
@@ -378,7 +378,7 @@ def test_ranks_that_hold_different_weights_get_those_of_rank_0(job: Job, slow: s
 
 
 @pytest.mark.parametrize("swapping", ["0 1", "1"])
-def test_averaged_weights_in_place_when_the_news_come(job: Job, swapping: str) -> None:
+def test_averaged_weights_in_place_when_the_notice_come(job: Job, swapping: str) -> None:
     """That safe point is lost on a rank, so all go on to the next one, and no averaged weight is in the ckpt."""
     reference = job.gang(2, MIGRATOR_JOB="unstopped", UNTIL="5")
     assert reference.wait() == [0, 0], reference.text

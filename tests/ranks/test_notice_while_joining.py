@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from tests.support.rank_processes import Gang
-from tests.support.harness import Job, until
 from tests.jobs.test_early_notice import hears_sigterm
+from tests.support.harness import Job, until
+from tests.support.rank_processes import Gang
 
 # HOLD names a place where a rank waits until the file `go` is there: `init`, `listen`.
 SCRIPT = """

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.support.rank_processes import Gang
 from tests.support.harness import Job
+from tests.support.rank_processes import Gang
 
 # Each rank has a batch fetched ahead, and a model that it trains for itself. Both are far above what is copied.
 SCRIPT = """
@@ -47,6 +47,7 @@ migrator.listening(every=os.environ.get("EVERY", "off"))
 if migrator.resume:
     migrator.load_ckpt()
     print("resumed", state["step"], digest(), flush=True)
+distributed.barrier()  # nothing else holds the ranks together
 while state["step"] < int(os.environ["STEPS"]):
     model(torch.ones(1, 8)).sum().backward()
     local(ahead["batch"][:100]).square().sum().backward()

@@ -6,13 +6,11 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from migrator.platform import launcher
-from tests.support.harness import Job
 from tests.ranks.test_torchrun import AGENT_STOPPED
+from tests.support.harness import Job
 from tests.support.torchruns import Torchrun
 
 TIMEOUT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
@@ -106,60 +104,13 @@ def test_sigterm_behind_an_unanswered_request_shortens_what_is_left(job: Job) ->
     assert "no safe point" in answer.fields["error"]
 
 
-@pytest.mark.parametrize(
-    ("command", "environ", "expected"),
-    [
-        ([], {}, 30),
-        (["torchrun", "--shutdown-timeout", "120", "train.py"], {}, 120),
-        (["python", "-m", "torch.distributed.run", "--shutdown-timeout=90", "train.py"], {}, 90),
-        (["torchrun", "--shutdown_timeout=90", "train.py", "--shutdown-timeout=7"], {}, 90),
-        (["torchrun", "--nproc-per-node=2", "./train.py", "--shutdown-timeout", "5"], {}, 30),
-        (["torchrun", "-m", "train", "--shutdown-timeout", "5"], {}, 30),
-        (["torchrun", "--shutdown-timeout=5", "--shutdown-timeout=60", "train.py"], {}, 60),
-        (["torchrun", "--shutdown-t=90", "train.py"], {"PET_SHUTDOWN_TIMEOUT": "60"}, 90),
-        (["torchrun", "train.py"], {"PET_SHUTDOWN_TIMEOUT": "60", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 60),
-        (["torchrun", "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"}, 50),
-        (["torchrun", "train.py"], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "soon"}, 30),
-        (["torchrun", "--shutdown-timeout"], {}, 30),
-        (["torchrun", "--standalone", "--signals-to-handle=SIGTERM", "train.py"], {}, 30),
-    ],
-)
-def test_the_agents_time_is_found_where_torchrun_takes_it_from(
-    command: list[str], environ: dict[str, str], expected: float
-) -> None:
-    """Its command line, then its variables, then its default."""
-    assert launcher.shutdown_timeout_s(environ, command, "train.py") == expected
-
-
-def test_an_agent_of_which_proc_says_nothing_has_the_default(tmp_path: Path) -> None:
-    """As with hidepid, or in another PID namespace; it is never sent a signal then."""
-    found = launcher.agent({"TORCHELASTIC_RUN_ID": "x"}, proc=tmp_path)
-
-    assert found is not None
-    assert (found.pid, found.life, found.shutdown_s) == (os.getppid(), "", 30)
-    assert not found.end()
-    assert launcher.agent({}, proc=tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("grace_s", "shutdown_s", "expected"), [(120, 30, 29), (20, 30, 20), (20, 3, 2.7), (30, 30, 29), (30, 600, 30)]
-)
-def test_the_deadline_of_sigterm_is_the_earlier_of_grace_and_agent(
-    grace_s: float, shutdown_s: float, expected: float
-) -> None:
-    """Less a margin for the end of the process, which the grace has of its own."""
-    agent = launcher.Agent(1, "", shutdown_s)
-    assert launcher.sigterm_grace_s(grace_s, agent) == pytest.approx(expected)
-    assert launcher.sigterm_grace_s(grace_s, None) == grace_s
-
-
 @pytest.mark.processes
 def test_a_real_torchruns_command_line_is_read(job: Job) -> None:
     """An agent out of a fresh interpreter; the others' command line is that of the interpreter they are forked from."""
     import subprocess
     import sys
 
-    job.write("from migrator import launcher\nprint('found', launcher.agent())\n")
+    job.write("from migrator.platform import launcher\nprint('found', launcher.agent())\n")
     options = ["--standalone", "--nproc-per-node=1", "--shutdown-timeout", "77"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(job.script)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from migrator.ckpt.manifest import parse_ckpt_name
+from migrator.ckpt.names import parse_ckpt_name
 from migrator.notice.signal_file import INIT, RESUME
 from tests.support import chance
-from tests.support.rank_processes import Gang
 from tests.support.harness import ROOT, ForkServer, Job, until
 from tests.support.rank_history import (
     RankStory,
@@ -22,10 +21,11 @@ from tests.support.rank_history import (
     unstopped_ranks,
     whole_steps,
 )
+from tests.support.rank_processes import Gang
 
-RANKED = ROOT / "tests" / "jobs" / "ranked.py"
+RANKED = ROOT / "tests" / "support" / "scripts" / "ranked.py"
 EPOCHS, SAMPLES = 3, 48
-LOSSES = ["rank_lost", "settled", "store_lost", "ranks_differ", "save_failed", "waiting_for_leaving"]
+LOSSES = ["rank_lost", "saving_alone", "store_lost", "ranks_differ", "save_failed", "waiting_for_leaving"]
 """Between stops at which nothing is lost no rank says any of these."""
 
 Reference = Callable[..., RankStory]
@@ -37,7 +37,7 @@ class Stop:
 
     place: str
     who: int | str = 0
-    """The rank that has the news, or `all`."""
+    """The rank that has the notice, or `all`."""
     how: str = "sigterm"
 
 
@@ -83,7 +83,7 @@ def stopped(job: Job, size: int, stops: Sequence[Stop], **env: str) -> RankStory
         before, step = step, left(gang)
         add_next_ranks(story, gang)
         assert story.resumed[-1] == (before or 0)
-        # Where all have news, the first may keep the others from getting there.
+        # Where all have notice, the first may keep the others from getting there.
         came = [rank for rank in range(size) if gang[rank].text.count(f"moment {stop.place}\n") == 1]
         assert came if stop.who == "all" else stop.who in came, gang.text
         if stop.how == "file":
@@ -161,7 +161,7 @@ def any_stops(moments: Sequence[str], size: int, count: int, *, seed: str) -> li
     by_batch: dict[str, list[str]] = {}
     for place in moments:
         epoch, moment, *_ = place.split(":")
-        # What follows an epoch may be over, with the next one begun, before all ranks have the news.
+        # What follows an epoch may be over, with the next one begun, before all ranks have the notice.
         moment = "end" if moment.startswith(("over", "evaluation")) else moment
         by_batch.setdefault(f"{epoch}:{moment}", []).append(place)
     chosen = sorted(dice.sample(range(len(by_batch)), min(count, len(by_batch))))
@@ -177,7 +177,7 @@ def test_two_hundred_stops_anywhere(job: Job, reference: Reference, size: int, n
     """Twenty a job, with another chance each: any moment, any rank or all, any way."""
     env = {"EPOCHS": {2: "3", 4: "5"}[size], "WORKERS": str(number % 2)}
     whole = reference(size, **env)
-    # News behind the last batch of all may find the script at its end: that is as good, but no stop.
+    # Notice behind the last batch of all may find the script at its end: that is as good, but no stop.
     moments = whole.moments[: whole.moments.index(f"{int(env['EPOCHS']) - 1}:over")]
     stops = any_stops(moments, size, 20, seed=f"{size} {number}")
     assert len(stops) == 20
@@ -191,7 +191,7 @@ def test_two_hundred_stops_anywhere(job: Job, reference: Reference, size: int, n
 
 
 def stopped_from_outside(job: Job, size: int, count: int, *, seed: str, **env: str) -> RankStory:
-    """News to some ranks or all, whatever they do at that instant."""
+    """Notice to some ranks or all, whatever they do at that instant."""
     dice, story = chance.dice(seed), RankStory()
     for turn in range(count):
         gang = job.gang(size, pods=size, **env)
@@ -228,7 +228,7 @@ def test_stopped_at_any_instant_with_a_slow_rank(job: Job, reference: Reference,
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_stopped_at_any_instant(job: Job, reference: Reference, size: int, workers: str) -> None:
     """Twelve times a job, with loader workers as well."""
-    # Seven steps for each stop: some are trained before the news are there, more of them on a slow machine.
+    # Seven steps for each stop: some are trained before the notice is there, more of them on a slow machine.
     epochs = 7 * size
     env = {"EPOCHS": str(epochs), "WORKERS": workers, "SLOW_RANK": str(size - 1), "SLOW_S": "0.01"}
 
@@ -240,7 +240,7 @@ def test_stopped_at_any_instant(job: Job, reference: Reference, size: int, worke
 # Before there is anything to save.
 
 
-def test_news_while_ranks_still_start(job: Job, reference: Reference) -> None:
+def test_notice_while_ranks_still_start(job: Job, reference: Reference) -> None:
     """The hook asks before its rank listens, and another rank comes later still: all leave, and nothing is lost."""
     job.use(RANKED)
     story = RankStory()
@@ -266,7 +266,7 @@ def assert_nobody_trained(gang: Gang) -> None:
 
 
 SLOW_LOAD = """
-import migrator.session.restore_plan as loading
+import migrator.session.restore as loading
 read_part = loading.read_part
 
 def reads(*args, **named):
@@ -280,7 +280,7 @@ loading.read_part = reads
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_news_while_a_rank_loads(job: Job, reference: Reference, told: int) -> None:
+def test_notice_while_a_rank_loads(job: Job, reference: Reference, told: int) -> None:
     """It has loaded, or waits for the other one to have done so: all leave with the ckpt that is there, untouched."""
     job.write(RANKED.read_text().replace("\nmigrator.listening(", f"{SLOW_LOAD}\nmigrator.listening("))
     story = RankStory()

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import timedelta
 from typing import Any
+
+from torch.distributed import TCPStore
 
 from migrator.notice.signal_file import RESUME
 from migrator.testing import Kubelet, PyTorchJob
-from tests.support.rank_processes import free_port
-from tests.support.harness import ROOT, Job
 from tests.pods.test_pods import manifest, pod_spec
 from tests.ranks.test_torchrun import AGENT_STOPPED, AS_IT_IS, resumed, saved_step, steps_of, two_nodes, workers_of
+from tests.support.harness import ROOT, Job, until
+from tests.support.rank_processes import free_port
 from tests.support.torchruns import IMPATIENT, Torchrun
 
 pytest_plugins = ["migrator.testing.fixtures"]
 STORE = """
 import signal
 import sys
+from datetime import timedelta
 from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
@@ -67,6 +71,9 @@ def test_a_store_outside_of_the_nodes_keeps_the_job_alive(job: Job) -> None:
     job.write(AS_IT_IS)
     rdzv, more = f"127.0.0.1:{port}", {"EPOCHS": "2", "SAMPLES": "300"}
     one = job.torchrun(nproc=1, nnodes="2:2", max_restarts=3, rdzv=rdzv, **more)
+    # The second one would begin without the first one, which would then begin in the middle.
+    seen = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    until(lambda: seen.check(["torch.rendezvous.tests"]), "the first agent waits for the second one")
     two = job.torchrun(nproc=1, nnodes="1:2", max_restarts=3, rdzv=rdzv, pod=1, **more)
     for run in (one, two):
         run.wait_for("^trained 3 ")
@@ -91,7 +98,7 @@ def test_the_operator_starts_all_of_it_again(kubelet: Kubelet) -> None:
             # Nodes are told apart by address and pid, and both agents are process 1.
             f"--local-addr=127.0.0.{2 - is_host}",
         ]
-        script = str(ROOT / "tests" / "jobs" / "podded.py")
+        script = str(ROOT / "tests" / "support" / "scripts" / "podded.py")
         argv = [sys.executable, "-m", "torch.distributed.run", *options, script]
         spec = pod_spec(argv, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
         del spec["restartPolicy"]

@@ -15,14 +15,12 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from migrator.platform import launcher
 from migrator.notice.signal_file import RESUME
-from tests.support.rank_processes import LOOPBACK, Pod, free_port, is_running
 from tests.support.harness import ROOT, Job, Process, events_in, until
+from tests.support.rank_processes import LOOPBACK, Pod, free_port, is_running
 from tests.support.torchruns import Torchrun, Worker
 
 # Trains EPOCHS epochs by WORKERS loader workers, STEP_S a step. As torchrun starts it, or as the ranks of `mp.spawn`.
@@ -314,7 +312,7 @@ def test_spawned_ranks_leave_by_the_request(job: Job, method: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_spawned_ranks_whose_parent_is_stopped_save(job: Job, method: str) -> None:
-    """SIGTERM ends the parent, and the kernel tells its ranks by SIGINT: news like any other."""
+    """SIGTERM ends the parent, and the kernel tells its ranks by SIGINT: notice like any other."""
     run = Spawned(job, method)
     pids = run.wait_for("^trained 5 ")
 
@@ -375,52 +373,3 @@ def test_a_replacement_waits_for_the_save_of_the_life_before_it(job: Job) -> Non
 
 
 # What the launcher is warned of.
-
-
-def warnings(environ: dict[str, str], tmp_path: Path, pid_1: str = "python\0train.py\0") -> list[str]:
-    cmdline = tmp_path / "cmdline"
-    cmdline.write_bytes(pid_1.encode())
-    return launcher.warnings(environ, grace_s=30, pid_1=cmdline)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "restarts", "most", "warns"),
-    [("2", "0", "0", True), ("2", "3", "3", True), ("2", "0", "3", False), ("1", "0", "0", False)],
-)
-def test_torchrun_without_a_restart_left_is_warned_of(
-    tmp_path: Path, nodes: str, restarts: str, most: str, warns: bool
-) -> None:
-    """Only where there is another node whose pod may go."""
-    environ = {
-        "GROUP_WORLD_SIZE": nodes,
-        "TORCHELASTIC_RESTART_COUNT": restarts,
-        "TORCHELASTIC_MAX_RESTARTS": most,
-        "TORCHELASTIC_RUN_ID": "x",
-    }
-    found = warnings(environ, tmp_path)
-    assert [f"({restarts} of {most})" in line and "--max-restarts" in line for line in found] == [True] * warns
-
-
-@pytest.mark.parametrize(
-    ("pid_1", "is_pod", "warns"),
-    [
-        ("/bin/sh\0-c\0python train.py\0", True, True),
-        ("bash\0-c\0python train.py; echo\0", True, True),
-        ("/bin/sh\0-c\0python train.py\0", False, False),
-        ("python\0train.py\0", True, False),
-        ("/usr/bin/tini\0--\0sh\0run.sh\0", True, False),
-        ("", True, False),
-    ],
-)
-def test_a_shell_in_the_way_is_warned_of(tmp_path: Path, pid_1: str, is_pod: bool, warns: bool) -> None:
-    """In Kubernetes process 1 is what gets the SIGTERM."""
-    found = warnings({"KUBERNETES_SERVICE_HOST": "10.0.0.1"} if is_pod else {}, tmp_path, pid_1)
-    assert ["exec python" in line for line in found] == [True] * warns
-
-
-def test_ordinary_starts_are_warned_of_nothing(tmp_path: Path) -> None:
-    """A process of its own, with or without an operator's variables; an unreadable /proc."""
-    assert warnings({}, tmp_path) == []
-    assert warnings({"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "many"}, tmp_path) == []
-    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert launcher.warnings(environ, grace_s=30, pid_1=tmp_path / "none") == []

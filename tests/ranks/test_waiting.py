@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from types import SimpleNamespace
-from typing import Any
 
-import pytest
-
-from migrator.save.group.group import JointSaver
-from migrator.ranks.timing import ATTEMPTS, Pace
-from migrator.save.group.last_save import Missed
+from tests.ranks.test_idle import TINY
 from tests.support.harness import Job
 from tests.support.rank_history import whole_steps
-from tests.ranks.test_idle import TINY
 
 # One save, in which rank 1 is much slower than the others are patient.
 SLOW = (
     TINY.replace(
         "# before\n",
         """
-from migrator.ranks import timing as pace
+from migrator.ranks import timing
 from migrator.save import attempt as saving
-pace.STALL_S = 1.0
+timing.STALL_S = 1.0
 share = saving.Attempt.share
 
 def slowly(attempt):
@@ -70,62 +62,6 @@ def test_a_rank_that_does_nothing_is_given_up(job: Job) -> None:
     assert gang.text.count("\nfailed SaveFailed ") == 2, gang.text
     assert "rank 1 has not written what belongs to step 4 and was waited for" in gang[0].text, gang.text
     assert whole_steps(job) == [], gang.text
-
-
-def test_a_save_that_is_missed_again_and_again_is_tried_again_at_its_next_time() -> None:
-    """Each try is announced earlier; after some the next interval is waited for; and so on."""
-    saver: Any = object.__new__(JointSaver)
-    orders: list[tuple[int, int]] = []
-    clock = time.monotonic()
-
-    def missed(target: Any, capture: Any) -> None:
-        raise Missed("rank 1: it has gone on already")
-
-    saver.__dict__.update(
-        _ranks=SimpleNamespace(rank=0, pace=Pace(2)),
-        _aside=SimpleNamespace(prepare=lambda _: None, free=lambda: None),
-        _live_bytes=lambda: 0,
-        _together=SimpleNamespace(go_on=missed),
-        _take_exactly=lambda target: None,
-        _misses=0,
-        _speed_since=(clock - 10.0, 0),
-        _shop=SimpleNamespace(gate=SimpleNamespace(is_closed=False, at=(1000, 0))),
-        _interval_end=lambda: clock + 600,
-        _order=orders.append,
-    )
-    ordered = []
-    for _ in range(2 * ATTEMPTS + 3):
-        before = len(orders)
-        saver._save_with_others((1000, 0))
-        ordered.append(len(orders) > before)
-
-    assert ordered == [True] * ATTEMPTS + [False] + [True] * ATTEMPTS + [False] + [True]
-    assert saver._next_s == clock + 600
-    ahead = [step - 1000 for step, _ in orders[:ATTEMPTS]]
-    assert all(later >= 1.8 * earlier for earlier, later in itertools.pairwise(ahead)), ahead
-
-
-@pytest.mark.parametrize("size", [2, 64, 1024, 4096])
-def test_what_all_ranks_ask_of_the_store_is_bounded(size: int) -> None:
-    pace = Pace(size)
-
-    assert size / pace.idle_look_s <= 200
-    assert size / pace.busy_look_s(leads=False) <= 2000 or size < 30
-    assert size / pace.beat_s <= 1000
-    assert pace.stale_s >= 8 * pace.beat_s
-    assert 0.1 <= pace.ahead_s(0) <= 5
-
-
-@pytest.mark.parametrize("grace_s", [5.0, 30.0, 600.0])
-def test_the_waits_of_a_leave_fit_into_its_grace(grace_s: float) -> None:
-    """Reports, the way to the target, others' states: behind all of them there is time to save alone."""
-    pace = Pace(1024, round_trip_s=0.05)
-    left_s = grace_s - pace.window_end_s(grace_s)
-    left_s -= pace.patience_s(left_s, all_alive=False)
-    left_s -= pace.states_s(left_s)
-
-    assert pace.window_s(grace_s) <= pace.window_end_s(grace_s)
-    assert left_s >= 0.3 * grace_s
 
 
 def test_the_earliest_deadline_of_any_rank_counts(job: Job) -> None:
@@ -185,7 +121,7 @@ def test_a_rank_in_a_long_step_is_waited_for(job: Job) -> None:
     gang.kill(ranks=[1])
 
     assert gang.wait() == [143, 143], gang.text
-    assert not gang.events("settled"), gang.text
+    assert not gang.events("saving_alone"), gang.text
     assert not gang.events("rank_lost"), gang.text
     assert len(whole_steps(job)) == 1
 
@@ -196,14 +132,13 @@ def test_a_save_that_failed_is_not_waited_for_again(job: Job) -> None:
         TINY.replace(
             "# before\n",
             """
-import errno
 from migrator.save import attempt as saving
-from migrator.errors import StorageError
+from migrator.errors import StorageFullError
 share = saving.Attempt.share
 
 def fails_once(attempt):
     if os.environ["RANK"] == "1" and attempt.name.endswith("4"):
-        raise StorageError("the disk is full", errno=errno.ENOSPC)
+        raise StorageFullError("the disk is full")
     share(attempt)
 
 saving.Attempt.share = fails_once
@@ -238,9 +173,9 @@ def test_off_stays_off(job: Job) -> None:
     ).replace(
         "# watch\n",
         """
-saver = migrator._life._saver
+group = migrator._session._saver._strategy
 if rank == 1:
-    saver._hear_order = lambda target: (saver._together.miss(target, "the test wants it"), False)[1]
+    group._hear_order = lambda target: (group._orders.miss(target, "the test wants it"), False)[1]
 
 def save(step):
     if step == 4 and rank == 0:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from migrator.platform import launcher
-from tests.support.rank_processes import Gang
 from tests.support.harness import Job
+from tests.support.rank_processes import Gang
+from tests.unit.platform.test_launcher import BATCH, SRUN
 
 # A process that trains by itself; with GROUP it makes its process group behind `listening()`.
 ALONE = """
@@ -37,39 +37,6 @@ while state["step"] < 3:
         migrator.safe_point()
     print("trained", state["step"])
 """
-
-SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_TASKS": "4",
-}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-"""What a batch script sees: its tasks are for the `srun` that it may call."""
-
-
-@pytest.mark.parametrize(
-    ("environ", "by"),
-    [
-        (SRUN, "srun"),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "mpiexec"),
-        ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun"),
-        ({"JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
-        ({"HOROVOD_SIZE": "2"}, "horovodrun"),
-        ({}, None),
-        (BATCH, None),
-        ({**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"PMI_SIZE": "many"}, None),
-        ({**SRUN, "WORLD_SIZE": "1"}, None),
-    ],
-)
-def test_what_a_launcher_says_of_its_processes(environ: dict[str, str], by: str | None) -> None:
-    """One of several only if the variable is that of a started task, and nobody has told torch something else."""
-    found = launcher.one_of_several(environ)
-    assert (found.by if found else None) == by
 
 
 def test_one_of_several_without_a_process_group_is_refused(job: Job) -> None:
@@ -112,3 +79,22 @@ def test_a_process_group_of_others_is_none_of_ours_if_said_so(job: Job) -> None:
     gang: Gang = job.write(ALONE).gang(2, pods=2, GROUP="1", each=each, MIGRATOR_RANKS="1")
 
     assert gang.wait() == [0, 0], gang.text
+
+
+@pytest.mark.parametrize("has_group", [False, True], ids=["no group", "group of others"])
+def test_what_is_a_job_by_itself_is_one_whatever_torch_knows_of_others(job: Job, has_group: bool) -> None:
+    """Said so by `MIGRATOR_RANKS=1`: neither torch's variables nor a group made before `listening()` count."""
+    script = ALONE.replace("os.environ.pop(", "os.environ.get(")
+    if has_group:
+        group = script[script.index('if "GROUP"') : script.index("while state")]
+        script = script.replace(group, "").replace("migrator.listening(", group + "migrator.listening(")
+    each = {rank: {"MIGRATOR_JOB": f"job-{rank}"} for rank in (0, 1)}
+    gang: Gang = job.write(script).gang(
+        2, pods=2, each=each, MIGRATOR_RANKS="1", **({"GROUP": "1"} if has_group else {})
+    )
+
+    assert gang.wait() == [0, 0], gang.text
+    assert sorted(path.name for path in job.root.iterdir()) == ["job-0", "job-1"]
+    for text in gang.texts:
+        assert "trained 3" in text
+        assert "ranks size=2" not in text

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
-from torch import nn
 
-from migrator.state.registry import Registry
 from tests.support.harness import Job
 from tests.support.ordinary_rank_scripts import BEGIN, END, GROUP, LISTEN, assert_resumes_as_if_nothing_had_happened
 
@@ -132,19 +127,6 @@ model(torch.rand(16, 8))
 
     assert gang.wait() == [1, 1], gang.text
     assert all("SyncBatchNorm" in text and "GPU" in text for text in gang.texts), gang.text
-
-
-def test_a_synced_batchnorm_has_the_state_of_an_ordinary_one() -> None:
-    plain = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    plain(torch.rand(16, 8))
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
-    assert isinstance(synced[1], nn.SyncBatchNorm)
-    for model in (plain, synced):
-        Registry().add("model", model)  # is not refused
-    state, expected = synced.state_dict(), plain.state_dict()
-
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
 SHARDED = {

@@ -18,6 +18,11 @@ def begin(seed: int, *, whole: bool) -> None:
     _run, _takes_all = seed, whole
 
 
+def takes_all() -> bool:
+    """Whether nothing is to be left out of this run."""
+    return _takes_all
+
+
 def dice(what: object) -> random.Random:
     """Of one test, or of one thing in it: what others draw changes nothing here."""
     return random.Random(f"{_run} {what}")

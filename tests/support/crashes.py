@@ -2,13 +2,14 @@
 
     stories -> calls -> crash images -> recovery -> calls -> crash images -> recovery ...
 
-A story is told by the product's own code on the disk of `tests.support.disk`. Before each of its calls all that a crash may
-leave is taken, of the whole machine or of the processes alone, together with what had been promised by then. On each
-state that was not seen before a new life begins: it claims its generation, waits for who is still leaving, loads,
-trains a step, saves, deletes what is superfluous; and what it found and left is held against the promises. Its own
-calls are crash points in their turn.
+A story is told by the product's own code on the disk of `tests.support.disk`. Before each of its calls all that a
+crash may leave is taken, of the whole machine or of the processes alone, together with what had been promised by
+then. On each state that was not seen before a new life begins: it claims its generation, waits for who is still
+leaving, loads, trains a step, saves, deletes what is superfluous; and what it found and left is held against the
+promises. Its own calls are crash points in their turn.
 
-Nothing here knows what the storage is: to a story it is a `Machine`, of which `tests.support.disk` is one.
+To a story the storage is a `Machine` with a `migrator.storage.base.Storage`. There are two: `tests.support.disk`,
+on which the product's own code for directories runs, and `tests.support.object_store`.
 
     python -m tests.support.crashes --states 1000000
 
@@ -44,18 +45,22 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from migrator.ckpt import generations as lineage
-from migrator.session import restore_plan as loading
-from migrator.ckpt import retention
-from migrator.state.capture import Capturer
+from migrator.ckpt import catalog, generations, leaving_mark, names, retention
+from migrator.ckpt.generations import Generation
+from migrator.ckpt.names import MANIFEST, ckpt_name, parse_ckpt_name
 from migrator.errors import CkptCorrupt, NoUsableCkpt, SaveFailed, StorageError
 from migrator.loop.gate import Gate
-from migrator.ckpt.generations import Generation
-from migrator.ckpt.manifest import NAME, ckpt_name, parse_ckpt_name
+from migrator.save.attempt import Attempt
+from migrator.save.context import SaveContext
+from migrator.save.staging import StagingBuffer
+from migrator.session import restore
+from migrator.session.restore_plan import Loaded
+from migrator.state.capture import Capturer
 from migrator.state.registry import Registry
-from migrator.save.attempt import Aside, Attempt, Workshop
-from migrator.storage.posix import LocalStorage
+from migrator.storage.base import Storage
 from tests.support.disk import Cut, Disk, instead_of_os
+from tests.support.object_store import ObjectStore
+from tests.support.volume import mark_leaving
 
 GRACE_S = 2.0
 LONG_GRACE_S = 300.0
@@ -161,7 +166,7 @@ class Machine(Protocol):
     sampled: int
     has_links: bool
 
-    def storage(self, job: str) -> LocalStorage:
+    def storage(self, job: str) -> Storage:
         """What a process works with."""
 
     def mount(self, before: Callable[[str, str], None]) -> None:
@@ -218,15 +223,15 @@ class Life:
     def begin(self) -> Generation:
         """What `listening()` and `load_ckpt()` do."""
         self.storage.check()
-        generation = lineage.claim(self.storage, fresh=False, about={})
-        lineage.wait_for_leaving(
+        generation = generations.claim(self.storage, fresh=False, about={})
+        leaving_mark.wait_for_leaving(
             self.storage,
             generation.lineage,
             clock=lambda: self._machine.now_s,
             sleep=self._machine.sleep,
             poll_s=self._poll_s,
         )
-        names = lineage.furthest_first(self.storage, generation)
+        names = catalog.furthest_first(self.storage, generation)
         self.work_in(generation)
         if names:
             self._load(names)
@@ -238,12 +243,12 @@ class Life:
         def note(name: str) -> None:
             self.bad |= {name}
 
-        def load(name: str) -> loading.Loaded:
-            return loading.load(self.storage, name, self.toy.registry, rank=self._rank, size=self._size)
+        def load(name: str) -> Loaded:
+            return restore.load(self.storage, name, self.toy.registry, rank=self._rank, size=self._size)
 
-        loaded = loading.newest_usable(names, load, where="the volume", on_bad=note)
+        loaded = restore.newest_usable(names, load, where="the volume", on_bad=note)
         self.loaded, self.step = loaded.ckpt, loaded.step
-        self.shop.origin[:] = [loaded.ckpt]
+        self.context.origin[:] = [loaded.ckpt]
         if self.toy.values() != {value_of(loaded.ckpt)}:
             raise Broken(f"{loaded.ckpt} was loaded as {self.toy.values()}")
         self._told.safe(loaded.ckpt)
@@ -253,7 +258,7 @@ class Life:
         self.generation = generation
         self.capturer = Capturer(self.toy.registry)
         self.gate = Gate(self.capturer)
-        self.shop = Workshop(
+        self.context = SaveContext(
             self.storage,
             generation,
             JOB,
@@ -274,9 +279,9 @@ class Life:
         capture = self.gate.take(0)
         assert capture is not None
         attempt = Attempt(
-            self.shop,
+            self.context,
             capture,
-            aside=Aside(),
+            staging=StagingBuffer(),
             may_open=False,
             on_block=lambda done, total: None,
             members=tuple(members),
@@ -288,11 +293,11 @@ class Life:
     def save(self, *, is_leaving: bool = False) -> str:
         """A whole save by one rank, and what comes with it."""
         if is_leaving:
-            lineage.mark_leaving(self.storage, self.generation.number, GRACE_S)
+            mark_leaving(self.storage, self.generation.number, GRACE_S)
         name = self.attempt().run().ckpt
         self._told.safe(name)
         if is_leaving:
-            lineage.unmark_leaving(self.storage, self.generation.number)
+            leaving_mark.unmark_leaving(self.storage, self.generation.number)
         self.retire()
         return name
 
@@ -411,6 +416,10 @@ def without_links() -> Disk:
     return disk
 
 
+def object_store() -> ObjectStore:
+    return ObjectStore()
+
+
 def that_does_not_sync() -> Disk:
     disk = Disk()
     disk.obeys = False
@@ -444,7 +453,7 @@ def killed_while_leaving(machine: Machine, told: Told, setting: Setting, seed: i
     life = Life(machine, told, keep=setting.keep)
     life.begin()
     life.save()
-    lineage.mark_leaving(life.storage, life.generation.number, GRACE_S)
+    mark_leaving(life.storage, life.generation.number, GRACE_S)
     life.give_up()
     for _ in range(2):
         life = Life(machine, told, keep=setting.keep)
@@ -469,7 +478,7 @@ def together(machine: Machine, told: Told, setting: Setting, seed: int) -> None:
     for number in range(3):
         alive = _save_together(machine, told, ranks, alive, dice, is_leaving=number == 2)
     machine.mount(told.before)
-    lineage.unmark_leaving(first.storage, generation.number)
+    leaving_mark.unmark_leaving(first.storage, generation.number)
 
 
 def _save_together(
@@ -484,7 +493,7 @@ def _save_together(
         if me not in alive:
             return
         if me == 0 and is_leaving:
-            lineage.mark_leaving(ranks[me].storage, ranks[me].generation.number, GRACE_S)
+            mark_leaving(ranks[me].storage, ranks[me].generation.number, GRACE_S)
         _finish(ranks[me].attempt(sorted(alive)), crew, me, told)
         done.add(me)
 
@@ -582,13 +591,13 @@ def replaced_while_leaving(machine: Machine, told: Told, setting: Setting, seed:
     old = Life(machine, told, keep=setting.keep)
     old.begin()
     old.save()
-    lineage.mark_leaving(old.storage, old.generation.number, LONG_GRACE_S)
+    mark_leaving(old.storage, old.generation.number, LONG_GRACE_S)
     new = Life(machine, told, keep=setting.keep, toy=Toy())
     crew = Crew(machine, told, seed=seed)
 
     def leave() -> None:
         told.safe(old.attempt().run().ckpt)
-        lineage.unmark_leaving(old.storage, old.generation.number)
+        leaving_mark.unmark_leaving(old.storage, old.generation.number)
         old.retire()
 
     def begin() -> None:
@@ -632,7 +641,7 @@ class Fence:
         self._is_up = False
 
     def look(self, call: str, path: str) -> None:
-        if call == "rename" and path.endswith(f"/{NAME}") and path.strip("/") in self._machine.files():
+        if call == "rename" and path.endswith(f"/{MANIFEST}") and path.strip("/") in self._machine.files():
             raise Broken(f"{path} is written over")
         # A ckpt ends with its manifest, what is none by being moved aside.
         found = _ENDED.fullmatch(path) if call == "unlink" else _MOVED.fullmatch(path) if call == "rename" else None
@@ -646,9 +655,9 @@ class Fence:
         self._in_hand = found[1]
 
 
-_ENDED = re.compile(rf"/{JOB}/([0-9-]+)/{re.escape(NAME)}")
+_ENDED = re.compile(rf"/{JOB}/([0-9-]+)/{re.escape(MANIFEST)}")
 _MOVED = re.compile(rf"/{JOB}/\.([0-9-]+)\.[0-9a-f]+\.tmp")
-_RECORD = re.compile(rf"{JOB}/{lineage.DIRECTORY}/([0-9]+)\.json")
+_RECORD = re.compile(rf"{JOB}/{names.GENERATIONS}/([0-9]+)\.json")
 
 
 # The search.
@@ -773,7 +782,7 @@ class Search:
             life.save()
             if any(name.endswith(".leaving") for name in machine.files()):
                 # Nobody can tell that whoever set the mark is dead, before it is much older than its grace.
-                machine.now_s += lineage.STALE * LONG_GRACE_S
+                machine.now_s += leaving_mark.STALE * LONG_GRACE_S
                 life.save()
             told.end()
             _check_nothing_is_left(machine, life, self._setting.keep)
@@ -850,7 +859,7 @@ class _AtOnce:
 def _newest_part(machine: Machine) -> str | None:
     """A part of the newest ckpt."""
     files = machine.files()
-    names = sorted(path.split("/")[1] for path in files if path.endswith(f"/{NAME}"))
+    names = sorted(path.split("/")[1] for path in files if path.endswith(f"/{MANIFEST}"))
     parts = [path for path in files if names and path.startswith(f"{JOB}/{names[-1]}/part-")]
     return parts[0] if parts else None
 
@@ -858,9 +867,9 @@ def _newest_part(machine: Machine) -> str | None:
 def _check_ckpts_are_whole(machine: Machine, promised: Promised) -> None:
     """What has a manifest has all that it names."""
     storage = machine.storage(JOB)
-    for name in lineage.ckpts(storage, frozenset(lineage.numbers(storage))):
+    for name in catalog.ckpts(storage, frozenset(generations.numbers(storage))):
         try:
-            lineage.whole(storage, name)
+            catalog.whole(storage, name)
         except CkptCorrupt as error:
             if name not in promised.rotten:
                 raise Broken(f"a ckpt that is none: {error}") from error
@@ -870,27 +879,27 @@ def _check_nothing_is_left(machine: Machine, life: Life, keep: int) -> None:
     """Records of generations, and of at most `keep` ckpts the manifests and the parts they name."""
     # A ckpt that was found bad stays as it is, to be looked at, until enough newer ones are whole.
     files = {path for path in machine.files() if path.split("/")[1] not in life.bad}
-    expected = {path for path in files if path.startswith(f"{JOB}/{lineage.DIRECTORY}/") and path.endswith(".json")}
-    names = [name for name in lineage.ckpts(life.storage, life.generation.lineage) if name not in life.bad]
-    for name in names:
-        expected.add(f"{JOB}/{name}/{NAME}")
-        expected |= {f"{JOB}/{name}/{part.name}" for part in lineage.whole(life.storage, name).parts}
+    expected = {path for path in files if path.startswith(f"{JOB}/{names.GENERATIONS}/") and path.endswith(".json")}
+    kept = [name for name in catalog.ckpts(life.storage, life.generation.lineage) if name not in life.bad]
+    for name in kept:
+        expected.add(f"{JOB}/{name}/{MANIFEST}")
+        expected |= {f"{JOB}/{name}/{part.name}" for part in catalog.whole(life.storage, name).parts}
     if not machine.has_links:
         # Who dies between claiming a number and using it leaves a hole; behind it nothing is known to be ours.
-        names = [name for name in names if _age(name)[0] in life.generation.proven]
+        kept = [name for name in kept if _age(name)[0] in life.generation.proven]
         files = {path for path in files if _generation_of(path) in {None, *life.generation.proven}} | expected
     # A directory that had come further may be committed by a life that was thought dead. It goes once it is passed.
-    furthest = max(map(_reach, names))
-    further = {name for name in lineage.uncommitted(life.storage, life.generation.proven) if _reach(name) > furthest}
+    furthest = max(map(_reach, kept))
+    further = {name for name in catalog.uncommitted(life.storage, life.generation.proven) if _reach(name) > furthest}
     files = {path for path in files if path.split("/")[1] not in further}
     if files != expected:
         raise Broken(f"left behind: {sorted(files ^ expected)}")
-    if len(names) > keep:
-        raise Broken(f"{names} are kept")
+    if len(kept) > keep:
+        raise Broken(f"{kept} are kept")
 
 
 def _generation_of(path: str) -> int | None:
-    found = re.match(rf"{JOB}/(?:{lineage.DIRECTORY}/)?\.?([0-9]{{6}})[-.]", path)
+    found = re.match(rf"{JOB}/(?:{names.GENERATIONS}/)?\.?([0-9]{{6}})[-.]", path)
     return int(found[1]) if found else None
 
 
@@ -909,6 +918,10 @@ SETTINGS = [
     Setting(together, ranks=2, rots=True, seeds=2),
     *(Setting(story, machine=without_links) for story in (one_after_the_other, killed_while_leaving, overlapping)),
     Setting(together, ranks=2, machine=without_links, seeds=2),
+    Setting(one_after_the_other, machine=object_store, rots=True),
+    Setting(killed_while_leaving, machine=object_store),
+    *(Setting(story, machine=object_store, seeds=8) for story in (replaced_while_leaving, begun_twice, overlapping)),
+    Setting(together, ranks=2, machine=object_store, seeds=4),
 ]
 
 

@@ -1,7 +1,7 @@
 """A real job on a volume, small enough to be damaged at every single place, and the way back as a life takes it.
 
 Its ckpts are made by the save that every job makes, of one rank or of several, and they are loaded by
-`Life.load()` itself: the newest one that is whole, with the one before it behind it. Only what a life does besides
+`load_ckpt()` itself: the newest one that is whole, with the one before it behind it. Only what a life does besides
 (threads, hooks, a generation of its own) is left out, so that this can be done thousands of times in one process.
 """
 
@@ -25,20 +25,28 @@ import torch
 from torch import nn
 
 from migrator import ElasticSampler
+from migrator.ckpt import catalog, codec
 from migrator.ckpt import generations as lineage
-from migrator.session import restore_plan as loading
-from migrator.save import attempt as saving
-from migrator.ranks import shares as sharing
-from migrator.ckpt import codec as tree
-from migrator.state.capture import Capturer
+from migrator.ckpt.names import MANIFEST
+from migrator.ckpt.sealed import seal
 from migrator.loop.epoch_counters import EpochCounters
 from migrator.loop.gate import Gate
-from migrator.session.session import Life
-from migrator.ckpt.manifest import NAME, seal
 from migrator.loop.position import Place
+from migrator.loop.safe_points import SafePoints
+from migrator.ranks import shares
+from migrator.save import frozen_state
+from migrator.save.attempt import Attempt
+from migrator.save.context import SaveContext
+from migrator.save.staging import StagingBuffer
+from migrator.session import restore
+from migrator.session.candidates import Candidates
+from migrator.session.restore_plan import Loaded
+from migrator.session.resume import Resume
+from migrator.session.start import StartingPoint
+from migrator.settings import Every
+from migrator.state.capture import Capturer
 from migrator.state.registry import Registry
-from migrator.save.attempt import Aside, Attempt, Workshop
-from migrator.storage.posix import LocalStorage
+from migrator.storage.posix import PosixStorage
 
 LOOP = {"loops": {"DataLoader TensorDataset[40] RandomSampler 0": {"handed": 3, "epoch": 1}}}
 
@@ -70,7 +78,7 @@ def registered(found: dict[str, Any]) -> Registry:
 def state_of(found: dict[str, Any]) -> str:
     """Every bit of the objects, as one text."""
     values = {name: kind.frozen(kind.capture()) for name, kind in registered(found).__iter__()}
-    return json.dumps(tree.encode(values, put=lambda tensor, path: None, path=""))
+    return json.dumps(codec.encode(values, put=lambda tensor, path: None, path=""))
 
 
 def random_states() -> tuple[Any, ...]:
@@ -87,7 +95,7 @@ def restore_random_states(states: tuple[Any, ...]) -> None:
 class Ckpts:
     """Two ckpts of one lineage, the newest of a second life, and what is in them for each rank."""
 
-    storage: LocalStorage
+    storage: PosixStorage
     older: str
     newest: str
     lineage: tuple[int, ...]
@@ -102,17 +110,20 @@ class Ckpts:
     def files(self, name: str | None = None) -> list[Path]:
         """Of a ckpt (the newest) all that counts: the manifest and the parts."""
         found = self.path(name or self.newest).iterdir()
-        return sorted(path for path in found if path.name == NAME or path.suffix == ".safetensors")
+        return sorted(path for path in found if path.name == MANIFEST or path.suffix == ".safetensors")
 
     def parts(self, name: str | None = None) -> list[Path]:
-        return [path for path in self.files(name) if path.name != NAME]
+        return [path for path in self.files(name) if path.name != MANIFEST]
 
     def life(self, *, rank: int = 0) -> Return:
         return Return(self, rank)
 
 
-class Return(Life):
-    """A life that does nothing but `load()`, into objects that hold something else before."""
+SETTINGS: Any = SimpleNamespace(resume="auto", loops="continue", legacy_file=None)
+
+
+class Return:
+    """A life that does nothing but `load_ckpt()`, into objects that hold something else before."""
 
     def __init__(self, ckpts: Ckpts, rank: int = 0, *, into: dict[str, Any] | None = None) -> None:
         self._ckpts, self._rank = ckpts, rank
@@ -122,30 +133,52 @@ class Return(Life):
 
     def again(self) -> Return:
         """The same objects, in another life."""
-        ckpts = self._ckpts
-        self.settings: Any = SimpleNamespace(resume="auto", loops="continue")
-        self.step = 0
-        self._storage = ckpts.storage
-        self._generation: Any = SimpleNamespace(number=ckpts.lineage[0])
-        self._legacy = None
-        self._team: Any = None
-        if ckpts.size > 1:
-            self._team = SimpleNamespace(load=self._load_as_rank, ranks=SimpleNamespace(size=ckpts.size))
-        self.gate = Gate(Capturer(self._registry))
         self._saver: Any = SimpleNamespace(bad=frozenset(), newest=None, went_on_from=lambda ckpt: None)
+        self._capturer = Capturer(self._registry)
+        self._gate = Gate(self._capturer)
         self._place = Place()
-        self._counters = EpochCounters()
         return self
 
-    def _load_as_rank(self, name: str) -> loading.Loaded:
-        return loading.load(self._storage, name, self._registry, rank=self._rank, size=self._ckpts.size)
+    def _load_one(self, name: str) -> Loaded:
+        return restore.load(self._ckpts.storage, name, self._registry, rank=self._rank, size=self._ckpts.size)
+
+    def candidates(self) -> Candidates:
+        """The ckpts that are there now."""
+        generation: Any = SimpleNamespace(number=self._ckpts.lineage[0])
+        names = tuple(catalog.ckpts(self._ckpts.storage, self._ckpts.lineage))
+        return Candidates(SETTINGS, self._ckpts.storage, StartingPoint(generation, names, Every()), self._load_one)
+
+    def _resume(self) -> Resume:
+        counters = EpochCounters()
+        nobody: Any = None  # nothing is trained
+        safe_points = SafePoints(
+            self._registry,
+            self._capturer,
+            self._gate,
+            self._place,
+            counters,
+            departure=nobody,
+            checks=nobody,
+            has_other_ranks=False,
+        )
+        return Resume(
+            SETTINGS,
+            self._registry,
+            self.candidates(),
+            self._saver,
+            gate=self._gate,
+            place=self._place,
+            counters=counters,
+            safe_points=safe_points,
+            ranks=self._ckpts.size,
+        )
 
     def load(self) -> str | None:
         """As after a start: the candidates are looked for first. This process draws on as before."""
-        self._candidates = lineage.ckpts(self._storage, self._ckpts.lineage)
+        resume = self._resume()
         before = random_states()
         try:
-            return super().load()
+            return resume.load()
         finally:
             self.drawn = random_states()
             restore_random_states(before)
@@ -159,11 +192,11 @@ class Return(Life):
     def state(self) -> str:
         """What has come back: the objects, the random states, the place in the loop."""
         rest = {"random": list(self.drawn), "loop": self._place.state()}
-        return state_of(self.objects) + json.dumps(tree.encode(rest, put=lambda tensor, path: None, path=""))
+        return state_of(self.objects) + json.dumps(codec.encode(rest, put=lambda tensor, path: None, path=""))
 
 
 def save(
-    storage: LocalStorage, generation: lineage.Generation, step: int, ranks: list[dict[str, Any]], job: str = "job"
+    storage: PosixStorage, generation: lineage.Generation, step: int, ranks: list[dict[str, Any]], job: str = "job"
 ) -> str:
     """One ckpt of these objects, by the save of a job of so many ranks."""
     attempts = []
@@ -175,12 +208,12 @@ def save(
         gate.announce()
         capture = gate.take(1.0)
         assert capture is not None
-        shop = Workshop(storage, generation, job, registry, capturer, gate, rank=rank, size=len(ranks))
+        context = SaveContext(storage, generation, job, registry, capturer, gate, rank=rank, size=len(ranks))
         attempts.append(
             Attempt(
-                shop,
+                context,
                 capture,
-                aside=Aside(),
+                staging=StagingBuffer(),
                 may_open=False,
                 on_block=lambda done, total: None,
                 members=tuple(range(len(ranks))),
@@ -195,11 +228,11 @@ def two_ckpts(
     root: Path, *, size: int = 1, seed: int = 1, width: int = 16, ballast: int = 0, job: str = "job"
 ) -> Ckpts:
     """A job of two lives with a ckpt each. With several ranks there are several shares, and parts of a rank's own."""
-    storage = LocalStorage(root, job)
+    storage = PosixStorage(root, job)
     names, states = [], {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "SHARE_BYTES", 1 << 10)
-        patch.setattr(saving, "OWN_INLINE_BYTES", 0)
+        patch.setattr(shares, "SHARE_BYTES", 1 << 10)
+        patch.setattr(frozen_state, "OWN_INLINE_BYTES", 0)
         for life in range(2):
             generation = lineage.claim(storage, fresh=False, about={"script": "train.py", "argv": ["--fast"]})
             ranks = []
@@ -215,7 +248,7 @@ def two_ckpts(
         life_of_rank = ckpts.life(rank=rank)
         assert life_of_rank.load() == ckpts.newest
         states[ckpts.newest, rank] = life_of_rank.state
-        with aside(ckpts.path(ckpts.newest, NAME)):
+        with aside(ckpts.path(ckpts.newest, MANIFEST)):
             assert life_of_rank.again().load() == ckpts.older
         states[ckpts.older, rank] = life_of_rank.state
         assert states[ckpts.newest, rank] != states[ckpts.older, rank]

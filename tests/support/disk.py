@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from migrator.storage.posix import LocalStorage
+from migrator.storage.base import Storage
+from migrator.storage.posix import PosixStorage
 
 SECTOR = 512
 PRODUCT = 1024
@@ -113,9 +114,9 @@ class Disk:
 
     # What a story needs of a machine.
 
-    def storage(self, job: str) -> LocalStorage:
+    def storage(self, job: str) -> Storage:
         """What a process works with that has mounted it."""
-        return LocalStorage(Path("/"), job)
+        return PosixStorage(Path("/"), job)
 
     def mount(self, before: Callable[[str, str], None]) -> None:
         """This thread is a process on this machine; see `Kernel`."""
@@ -349,7 +350,7 @@ def _error(code: int, path: object) -> OSError:
 
 
 class Kernel:
-    """What `migrator.storage.posix` and `migrator.storage.file_io` take for `os`. Everything else is the real one's.
+    """What `posix`, `posix_calls` and `file_io` of `migrator.storage` take for `os`. Everything else is the real one's.
 
     `before` is called before each call that changes the disk or makes something durable, with its name: it may
     record, let other processes go first, or raise `Cut`.
@@ -517,5 +518,9 @@ KERNEL = Kernel()
 @contextmanager
 def instead_of_os() -> Iterator[None]:
     """The storage modules ask this kernel; whoever uses them has to mount a disk first."""
-    with patch("migrator.storage.posix.os", KERNEL), patch("migrator.storage.file_io.os", KERNEL):
+    with (
+        patch("migrator.storage.posix.os", KERNEL),
+        patch("migrator.storage.posix_calls.os", KERNEL),
+        patch("migrator.storage.file_io.os", KERNEL),
+    ):
         yield

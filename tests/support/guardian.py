@@ -3,9 +3,9 @@
 A run that is killed runs no clean-up, and what it started has started others: ranks whose parent was lost before it
 could be asked for a signal at its death, loader workers, agents. Whatever sessions and parents they have, they have
 inherited one variable of their environment. This process waits for the end of the run, which it sees at the end of its
-standard input; then it ends all that carry the mark, and deletes their directory for temporary files.
+standard input; then it ends all that carry the mark, and deletes their directories for temporary files.
 
-Run as `python -I -S tests/support/guardian.py MARK DIRECTORY`, with an environment that has no mark.
+Run as `python -I -S tests/support/guardian.py MARK DIRECTORY ...`, with an environment that has no mark.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def sweep(mark: str) -> bool:
 
 
 def main() -> None:
-    mark, directory = sys.argv[1:]
+    mark, *directories = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
     is_done = sweep(mark)
-    shutil.rmtree(directory, ignore_errors=True)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
     sys.exit(not is_done)
 
 

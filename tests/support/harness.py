@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.support.rank_processes import Gang
     from tests.support.torchruns import Torchrun
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE_S = 60.0
 """No wait in a test is longer. It is a failure, not a duration anybody waits for."""
 

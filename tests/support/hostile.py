@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.ckpt import tensor_file as parts
+from migrator.ckpt import tensor_file
 
 CODE = (
     *("exec", "compile", "import", "code.__new__", "function.__new__", "marshal.loads", "pickle.find_class"),
@@ -149,7 +149,7 @@ def measured(at_most: int, *, closely: bool = True) -> Iterator[Meter]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", counted_empty)
-        patch.setattr(parts, "bytearray", counted_bytearray, raising=False)
+        patch.setattr(tensor_file, "bytearray", counted_bytearray, raising=False)
         if closely:
             tracemalloc.start()
         try:

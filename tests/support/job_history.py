@@ -62,7 +62,7 @@ def stopped(job: Job, places: Sequence[str], **env: str) -> Story:
         life = job.run(**env, AT=place, HOW=("sigterm", "file")[number % 2])
         code = life.wait()
         add_next(story, life)
-        # News in the last lines of a script may find it at its end: that is as good.
+        # Notice in the last lines of a script may find it at its end: that is as good.
         assert code == 143 or (code == 0 and story.final), life.text
         assert story.moments.count(place) == 1, life.text
     last = job.run(**env)

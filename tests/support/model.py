@@ -1,9 +1,9 @@
 """A model of several ranks that agree on what they save, small enough to look at every order of events.
 
 A *world* is all there is at one moment: where each rank's loop and gate stand, what
-each rank knows and how much of the board it has read, the board, and what lies on
+each rank knows and how much of the log it has read, the log, and what lies on
 storage. From each world lead the *moves* that are possible in it: a loop goes on, a
-rank reads the board, a rank does what `migrator.ranks.protocol.next_act` tells it, news
+rank reads the log, a rank does what `migrator.ranks.protocol.next_act` tells it, notice
 arrive, something breaks. `Model.search` visits every world that any order of moves
 leads to, and says of each whether a promise is broken; the shortest way to the first
 broken one can be read.
@@ -14,7 +14,7 @@ What a move is:
   and those of a rank that has not died before its backward pass are there. Whether a
   rank that stands, froze or died at p had given its gradients is left open, so both
   happen. The gate holds the loop back at its limit.
-- Reading the board gives all of it. A rank acts on what it read last, however old that
+- Reading the log gives all of it. A rank acts on what it read last, however old that
   is, except that it has read what it wrote itself. Storage and its own gate are looked at
   in the moment of the act: what is on storage stays there, so an older look is the same
   as having acted earlier.
@@ -25,31 +25,31 @@ What a move is:
 - Behind some steps (`turns`) an epoch ends: each rank enters the next one by itself, and only then gives the gradients
   of the next step. What it was before can still be saved, unless that turns out to have changed (`spoiled`). A rank
   may never come out of what it does before it enters (`stays`).
-- The board may be lost, for all ranks or for one. State may turn out to have changed at
+- The log may be lost, for all ranks or for one. State may turn out to have changed at
   a safe point (`changed`): whoever holds, writes or commits it notices.
 
 The promises:
 
 1. Never torn: whatever a manifest combines was written from states of its step.
 2. Never stuck: nothing can happen for ever, and when nothing more has to happen every
-   rank that is alive, not frozen and heard the news (all of them hear, as long as they have the board)
+   rank that is alive, not frozen and heard the notice (all of them hear, as long as they have the log)
    has ended. One exception: a rank that saves alone, or is on its way to what was agreed on, whose state was found
    changed and whose loop cannot come to another safe point; the deadline ends it. Who ends with NOTHING has nothing:
-   no step done, or its last state changed. Nobody stops without news anywhere.
+   no step done, or its last state changed. Nobody stops without notice anywhere.
 3. No step after the save. If ranks are quick and none is lost, one step is saved, and no loop
    is past it, but for those that had ended before they heard, and those whose state changed after
    their last step. And nobody is lost: what is saved no rank was kept from by what it does between two
-   epochs, nor has passed without having it at hand. Whatever happens, nobody begins a step after it settled
-   alone (unless the state it settled for was found changed), and when a rank ends that reported in time or
-   settled alone, something at or above the point it is at is saved. Who reported too late and is past the
+   epochs, nor has passed without having it at hand. Whatever happens, no rank begins a step after it chose to save
+   alone (unless the state it chose was found changed), and when a rank ends that reported in time or
+   saved alone, something at or above the point it is at is saved. A rank that reported too late and is past the
    target may leave with the others, a step after what they saved.
 4. The first decision binds: whoever does anything together does what was decided first.
-5. One fate: what was committed together by a rank that has the board is begun anew by no rank that has it.
+5. One fate: what was committed together by a rank that has the log is begun anew by no rank that has it.
 
 What is kept small, and why that loses nothing: a line that says again what was said
 is not kept, and lines that everybody has read are kept sorted, since then only which lines
 there are matters (not with `keeps_all`, for rules under which it does). A rank that ended or died has
-no thoughts. Ranks differ by number only, so the first news come to rank 0.
+no thoughts. Ranks differ by number only, so the first a notice comes to rank 0.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from migrator.ranks import protocol as agreement
-from migrator.ranks.protocol import AGAIN, COMMIT, Act, Board, Line, Point, Self, Step, Turns, View, done
+from migrator.ckpt.point import Point, Turns
+from migrator.ranks import protocol
+from migrator.ranks.protocol import AGAIN, COMMIT, Act, KnownLines, Line, Self, Step, View, done
 
 OPEN = (99, 0)
 """The limit of a gate that lets everything through."""
@@ -92,7 +93,7 @@ class Rank(NamedTuple):
     me: int = 0
     """What the rank knows of itself: a number in `Model.selves`."""
     read: int = 0
-    """How many lines of the board it has read."""
+    """How many lines of the log it has read."""
     is_hung: bool = False
     """The loop never goes on: it is in a collective that one of the others broke."""
     seen: Point = NOT_SEEN
@@ -103,7 +104,7 @@ class Manifest(NamedTuple):
     point: Point
     ballot: int
     """-1: a rank's that was alone."""
-    had_board: bool
+    had_log: bool
 
 
 class Share(NamedTuple):
@@ -116,12 +117,12 @@ class Share(NamedTuple):
 
 class World(NamedTuple):
     ranks: tuple[Rank, ...]
-    board: tuple[int, ...] = ()
+    log: tuple[int, ...] = ()
     """Numbers in `Model.lines`."""
     shares: tuple[Share, ...] = ()
     manifests: tuple[Manifest, ...] = ()
     lost: tuple[bool, ...] = ()
-    """Who has lost the board."""
+    """Who has lost the log."""
     ballot: int = 0
     """The highest that anybody has got to."""
     faults: tuple[int, ...] = ()
@@ -145,9 +146,9 @@ class Setting:
     thaw: int = 0
     death: int = 0
     lost: int = 0
-    """The board, for all at once."""
+    """The log, for all at once."""
     cut: int = 0
-    """The board, for one rank."""
+    """The log, for one rank."""
     unclean: int = 0
     """On one rank, or on all at once."""
     hang: int = 0
@@ -160,15 +161,15 @@ class Setting:
     """Behind these steps an epoch ends."""
     hasty: int = 0
     """With late clocks: how often a time is over although somebody could still do something."""
-    news: int = 9
-    """How many ranks may get news."""
+    notice: int = 9
+    """How many ranks may get notice."""
     any_order: bool = False
-    """The first news may come to any rank."""
+    """The first notice may come to any rank."""
 
     def __str__(self) -> str:
         faults = [f"{name}={n}" for name in FAULTS if (n := getattr(self, name))]
         faults += [f"turns={','.join(map(str, self.turns))}"] if self.turns else []
-        faults += [f"news={self.news}"] if self.news < self.ranks else []
+        faults += [f"notice={self.notice}"] if self.notice < self.ranks else []
         return " ".join([f"{self.ranks}x{self.steps}", f"clock={self.clock}", *faults])
 
 
@@ -180,12 +181,12 @@ def _as_it_was_read(rank: int, lines: tuple[Line, ...]) -> tuple[Line, ...]:
 class Rules:
     """The rules, or what a test makes of them."""
 
-    next_act: Callable[[Self, View, int], Step] = agreement.next_act
+    next_act: Callable[[Self, View, int], Step] = protocol.next_act
     reading: Callable[[int, tuple[Line, ...]], tuple[Line, ...]] = _as_it_was_read
     reduces: bool = True
     """Whether what `Model` says of keeping the worlds few holds under these rules."""
     is_stop_split: bool = False
-    settles_for_good: bool = True
+    is_alone_for_good: bool = True
 
 
 class Move(NamedTuple):
@@ -233,9 +234,9 @@ class Model:
         self.lines: list[Line] = []
         self._line_numbers: dict[Line, int] = {}
         self._acts: dict[tuple[object, ...], tuple[Asked, ...]] = {}
-        self._boards: dict[tuple[int, tuple[int, ...]], Board] = {}
-        self._plans: dict[tuple[int, tuple[int, ...], int], agreement.Decision | None] = {}
-        self._first: dict[tuple[tuple[int, ...], int], agreement.Decision | None] = {}
+        self._logs: dict[tuple[int, tuple[int, ...]], KnownLines] = {}
+        self._plans: dict[tuple[int, tuple[int, ...], int], protocol.Decision | None] = {}
+        self._first: dict[tuple[tuple[int, ...], int], protocol.Decision | None] = {}
         self._reads: dict[tuple[object, ...], int] = {}
         self._knows: dict[tuple[int, tuple[int, ...], int], bool] = {}
 
@@ -255,35 +256,35 @@ class Model:
             self.lines.append(line)
         return number
 
-    def _board(self, rank: int, read: tuple[int, ...]) -> Board:
+    def _log(self, rank: int, read: tuple[int, ...]) -> KnownLines:
         key = (rank, read)
-        board = self._boards.get(key)
-        if board is None:
+        log = self._logs.get(key)
+        if log is None:
             lines = tuple(self.lines[number] for number in read)
-            board = self._boards[key] = Board.of(self.rules.reading(rank, lines))
-        return board
+            log = self._logs[key] = KnownLines(tuple(self.rules.reading(rank, lines)))
+        return log
 
-    def _plan(self, rank: int, read: tuple[int, ...], ballot: int) -> agreement.Decision | None:
+    def _plan(self, rank: int, read: tuple[int, ...], ballot: int) -> protocol.Decision | None:
         """What the rank takes for decided."""
         key = (rank, read, ballot)
         if key not in self._plans:
-            self._plans[key] = self._board(rank, read).decision(ballot)
+            self._plans[key] = self._log(rank, read).decision(ballot)
         return self._plans[key]
 
-    def _first_decision(self, board: tuple[int, ...], ballot: int) -> agreement.Decision | None:
+    def _first_decision(self, log: tuple[int, ...], ballot: int) -> protocol.Decision | None:
         """What is decided."""
-        key = (board, ballot)
+        key = (log, ballot)
         if key not in self._first:
-            lines = (self.lines[number] for number in board)
+            lines = (self.lines[number] for number in log)
             line = next((line for line in lines if line.what == "decide" and line.ballot == ballot), None)
-            self._first[key] = None if line is None else agreement.Decision(line.point, line.members, line.is_trained)
+            self._first[key] = None if line is None else protocol.Decision(line.point, line.members, line.is_trained)
         return self._first[key]
 
     def _has_learned(self, number: int, rank: Rank, world: World) -> bool:
-        key = (number, world.board[: rank.read], rank.me)
+        key = (number, world.log[: rank.read], rank.me)
         if key not in self._knows:
             me = self.selves[rank.me]
-            self._knows[key] = me.has_news or me.is_stopped or self._board(number, key[1]).news is not None
+            self._knows[key] = me.has_notice or me.is_stopped or self._log(number, key[1]).notice is not None
         return self._knows[key]
 
     # Worlds.
@@ -309,49 +310,49 @@ class Model:
             world = world._replace(ranks=ranks)
         if not self.rules.reduces:
             return world
-        board = world.board
-        if any(rank.read < len(board) for rank in ranks):
+        log = world.log
+        if any(rank.read < len(log) for rank in ranks):
             ranks = tuple(self._read_on(world, number, rank) for number, rank in enumerate(ranks))
             if ranks != world.ranks:
                 world = world._replace(ranks=ranks)
         common = min(rank.read for rank in ranks)
         if common >= 2:
-            head = tuple(sorted(board[:common]))
-            if head != board[:common]:
-                world = world._replace(board=head + board[common:])
+            head = tuple(sorted(log[:common]))
+            if head != log[:common]:
+                world = world._replace(log=head + log[common:])
         return world
 
     def _read_on(self, world: World, number: int, rank: Rank) -> Rank:
         """Read what makes no difference, or can only be acted on like any later reading."""
-        board = world.board
-        if rank.read >= len(board) or world.lost[number]:
+        log = world.log
+        if rank.read >= len(log) or world.lost[number]:
             return rank
         may_lose = world.faults[_LOST] > 0 or world.faults[_CUT] > 0
-        key = (number, rank.me, rank.read, board, may_lose)
+        key = (number, rank.me, rank.read, log, may_lose)
         read = self._reads.get(key)
         if read is None:
             read = rank.read
-            while read < len(board) and self._is_idle(number, rank.me, board, read, may_lose):
+            while read < len(log) and self._is_idle(number, rank.me, log, read, may_lose):
                 read += 1
             self._reads[key] = read
         return rank if read == rank.read else rank._replace(read=read)
 
-    def _is_idle(self, number: int, mine: int, board: tuple[int, ...], read: int, may_lose: bool) -> bool:
-        me, line = self.selves[mine], self.lines[board[read]]
+    def _is_idle(self, number: int, mine: int, log: tuple[int, ...], read: int, may_lose: bool) -> bool:
+        me, line = self.selves[mine], self.lines[log[read]]
         if me.is_alone:
             return True
-        if line.what == "news":
-            return me.has_news
+        if line.what == "notice":
+            return me.has_notice
         if line.what in ("reach", "decide", "fate") and line.ballot < me.ballot:
             return True
-        before = [self.lines[other] for other in board[:read]]
+        before = [self.lines[other] for other in log[:read]]
         has_reported = any((o.what, o.rank, o.ballot) == ("reach", number, me.ballot) for o in before)
         if line.what == "decide":
             return has_reported and not may_lose
         if line.what == "fate":
             has_decision = any((o.what, o.ballot) == ("decide", me.ballot) for o in before)
             return line.fate == COMMIT and has_decision
-        is_decided = self._first_decision(board, me.ballot) is not None
+        is_decided = self._first_decision(log, me.ballot) is not None
         return is_decided or not has_reported or self.setting.clock == "never"
 
     # Moves.
@@ -380,13 +381,13 @@ class Model:
                     elif move.world not in usual:
                         faults = (*world.faults[:_HASTY], world.faults[_HASTY] - 1, *world.faults[_HASTY + 1 :])
                         yield move._replace(world=move.world._replace(faults=faults), must=False)
-        yield from self._news(world)
+        yield from self._notice(world)
         yield from self._faults(world)
 
     def _of_rank(self, world: World, number: int, rank: Rank, clocks: Clocks) -> Iterator[Move]:
         yield from self._loop(world, number, rank)
-        if rank.read < len(world.board) and not world.lost[number]:
-            yield Move(f"{number} reads", self._with(world, number, rank._replace(read=len(world.board))), True)
+        if rank.read < len(world.log) and not world.lost[number]:
+            yield Move(f"{number} reads", self._with(world, number, rank._replace(read=len(world.log))), True)
         yield from self._protocol(world, number, rank, clocks)
 
     def _is_private(self, world: World, rank: Rank, act: Act | None) -> bool:
@@ -408,7 +409,7 @@ class Model:
             return False
         if any(other.me >= 0 and self.selves[other.me].is_unclean for other in world.ranks):
             return False
-        return all(self.lines[line].what != "fate" for line in world.board[rank.read :])
+        return all(self.lines[line].what != "fate" for line in world.log[rank.read :])
 
     def _is_due(self, rank: Rank) -> bool:
         """The loop stands behind an epoch and has the next one to enter."""
@@ -442,23 +443,23 @@ class Model:
                 me = self.selves[rank.me]
                 broken = ""
                 if me.is_alone and (me.reach is None or me.reach[0] <= rank.step):
-                    broken = f"{number} begins step {rank.step + 1} after it settled for {me.reach}"
+                    broken = f"{number} begins step {rank.step + 1} after it chose to save {me.reach} alone"
                 after = rank._replace(is_dirty=True)
                 yield Move(f"{number} begins step {rank.step + 1}", self._with(world, number, after), must, broken)
         elif not self._has_learned(number, rank, world):
             said = world if world.lost[number] else self._post(world, number, Line("bye", number))
             yield Move(f"{number} ends", self._with(said, number, rank._replace(life=Life.BYE)), True)
 
-    def _news(self, world: World) -> Iterator[Move]:
-        told = [rank.life != Life.ALIVE or self.selves[rank.me].has_news for rank in world.ranks]
-        had = sum(rank.me >= 0 and self.selves[rank.me].has_news for rank in world.ranks)
-        if had >= self.setting.news:
+    def _notice(self, world: World) -> Iterator[Move]:
+        told = [rank.life != Life.ALIVE or self.selves[rank.me].has_notice for rank in world.ranks]
+        had = sum(rank.me >= 0 and self.selves[rank.me].has_notice for rank in world.ranks)
+        if had >= self.setting.notice:
             return
         for number, rank in enumerate(world.ranks):
-            if told[number] or (number and had == 0 and not world.board and not self.setting.any_order):
+            if told[number] or (number and had == 0 and not world.log and not self.setting.any_order):
                 continue
-            me = self._of_self(replace(self.selves[rank.me], has_news=True))
-            yield Move(f"news for {number}", self._with(world, number, rank._replace(me=me)), False)
+            me = self._of_self(replace(self.selves[rank.me], has_notice=True))
+            yield Move(f"notice for {number}", self._with(world, number, rank._replace(me=me)), False)
 
     def _faults(self, world: World) -> Iterator[Move]:
         left = dict(zip(FAULTS, world.faults, strict=True))
@@ -493,9 +494,9 @@ class Model:
                 yield Move(f"{number}'s state changes", after, False)
             if left["cut"] and rank.life == Life.ALIVE and not world.lost[number]:
                 lost = tuple(was or number == other for other, was in enumerate(world.lost))
-                yield Move(f"{number} loses the board", spent("cut")._replace(lost=lost), False)
+                yield Move(f"{number} loses the log", spent("cut")._replace(lost=lost), False)
         if left["lost"] and not all(world.lost):
-            yield Move("all lose the board", spent("lost")._replace(lost=(True,) * self.size), False)
+            yield Move("all lose the log", spent("lost")._replace(lost=(True,) * self.size), False)
         if left["unclean"] and sum(map(self._can_change, world.ranks)) > 1:
             ranks = tuple(_changed(rank) if self._can_change(rank) else rank for rank in world.ranks)
             yield Move("everybody's state changes", spent("unclean")._replace(ranks=ranks), False)
@@ -511,7 +512,7 @@ class Model:
         me = self.selves[rank.me]
         if me.is_alone:
             return me.reach, (number,)
-        decision = self._plan(number, world.board[: rank.read], me.ballot)
+        decision = self._plan(number, world.log[: rank.read], me.ballot)
         if decision is None or decision.target is None:
             return None, ()
         return decision.target, decision.members
@@ -522,7 +523,7 @@ class Model:
 
     def _protocol(self, world: World, number: int, rank: Rank, clocks: Clocks) -> Iterator[Move]:
         point, members = self._point(number, rank, world)
-        read = world.board[: rank.read]
+        read = world.log[: rank.read]
         is_committed = point is not None and any(manifest.point[0] == point[0] for manifest in world.manifests)
         is_complete = point is not None and bool(members) and not self._missing(world, point, members)
         is_there = point is not None and _has_come_to(rank, point)
@@ -531,8 +532,8 @@ class Model:
         key = (rank.me, read, world.lost[number], is_committed, is_complete, is_there, is_at_sooner, clocks)
         acts = self._acts.get(key)
         if acts is None:
-            board, is_lost = self._board(number, read), world.lost[number]
-            view = View(board, is_lost, is_committed, is_complete, is_there, is_at_sooner)
+            log, is_lost = self._log(number, read), world.lost[number]
+            view = View(log, is_lost, is_committed, is_complete, is_there, is_at_sooner)
             acts = self._acts[key] = self._asked(self.selves[rank.me], view, clocks)
         for asked in acts:
             yield from (move._replace(act=asked[0]) for move in self._do(world, number, rank, asked))
@@ -559,16 +560,16 @@ class Model:
         return ((rank.step + 1, 0), ((0, ""),)) if rank.step < self.setting.steps else (None, ())
 
     def _post(self, world: World, number: int, line: Line) -> World:
-        """The board with the line, which its writer has read."""
-        board = world.board
-        if not self.rules.reduces or not self._is_said(board, line):
-            board = (*board, self._of_line(line))
-        return self._with(world._replace(board=board), number, world.ranks[number]._replace(read=len(board)))
+        """The log with the line, which its writer has read."""
+        log = world.log
+        if not self.rules.reduces or not self._is_said(log, line):
+            log = (*log, self._of_line(line))
+        return self._with(world._replace(log=log), number, world.ranks[number]._replace(read=len(log)))
 
-    def _is_said(self, board: tuple[int, ...], line: Line) -> bool:
-        said = [self.lines[number] for number in board]
-        if line.what == "news":
-            return any(other.what == "news" for other in said)
+    def _is_said(self, log: tuple[int, ...], line: Line) -> bool:
+        said = [self.lines[number] for number in log]
+        if line.what == "notice":
+            return any(other.what == "notice" for other in said)
         if line.what in ("decide", "fate"):
             return any((other.what, other.ballot) == (line.what, line.ballot) for other in said)
         return line in said
@@ -589,18 +590,18 @@ class Model:
             broken = self._wrong_end(world, number, rank, act)
             yield Move(text, self._with(world, number, rank._replace(life=life)), must, broken)
             return
-        if act in (Act.STOP, Act.SETTLE):
+        if act in (Act.STOP, Act.SAVE_ALONE):
             yield self._stop(world, number, rank, act, must)
             return
         if act is Act.ANEW:
-            if not world.lost[number] and any(m.ballot == me.ballot and m.had_board for m in world.manifests):
+            if not world.lost[number] and any(m.ballot == me.ballot and m.had_log for m in world.manifests):
                 broken = f"{number} begins anew what was committed"
             after = world._replace(ballot=max(world.ballot, me.ballot + 1))
             yield Move(text, self._knowing(after, number, rank, done(me, act)), must, broken)
             return
         if not me.is_alone:
-            own = self._plan(number, world.board[: rank.read], me.ballot)
-            if own != self._first_decision(world.board, me.ballot):
+            own = self._plan(number, world.log[: rank.read], me.ballot)
+            if own != self._first_decision(world.log, me.ballot):
                 broken = f"{number} acts on {own}, which is not what was decided first"
         if act is Act.LET:
             assert isinstance(what, tuple)
@@ -642,22 +643,22 @@ class Model:
                 return Move(f"{number} looks at its reach {found}", after, must)
             found = None if rank.seen == OPEN else rank.seen
         limit = _at(rank) if found is None else max(found, _at(rank))
-        if act is Act.SETTLE and not self.rules.settles_for_good:
+        if act is Act.SAVE_ALONE and not self.rules.is_alone_for_good:
             limit = OPEN
         is_trained = found is not None and found[0] > 0
         known = done(me, act, reach=found, turns=turns, is_trained=is_trained)
         after = self._knowing(world, number, rank._replace(limit=limit, seen=NOT_SEEN), known)
         broken = ""
-        if not any(self.lines[line].what == "news" for line in world.board) and not self._was_told(world):
-            broken = f"{number} stops though there were no news"
-        if act is Act.SETTLE and not me.is_alone and (me.is_unclean or (me.is_stopped and me.reach is None)):
+        if not any(self.lines[line].what == "notice" for line in world.log) and not self._was_told(world):
+            broken = f"{number} stops though there were no notice"
+        if act is Act.SAVE_ALONE and not me.is_alone and (me.is_unclean or (me.is_stopped and me.reach is None)):
             point, members = self._point(number, rank, world)
             if point is not None and not self._missing(world, point, members):
                 broken = f"{number} has nothing of its own, and gives up {point}, of which all is there"
         return Move(f"{number} {act.name} at {found}", after, must, broken)
 
     def _was_told(self, world: World) -> bool:
-        return any(rank.me >= 0 and self.selves[rank.me].has_news for rank in world.ranks)
+        return any(rank.me >= 0 and self.selves[rank.me].has_notice for rank in world.ranks)
 
     def _commit(self, world: World, number: int, me: Self, point: Point, members: tuple[int, ...]) -> tuple[World, str]:
         broken = ""
@@ -666,11 +667,11 @@ class Model:
         shares = [share for share in world.shares if (share.point, share.members) == (point, members)]
         if not all(share.is_whole for share in shares):
             broken = f"torn: {number} commits {point} of {shares}"
-        had_board = not world.lost[number]
+        had_log = not world.lost[number]
         ballot = -1 if me.is_alone else me.ballot
-        if not me.is_alone and had_board and world.ballot > me.ballot:
+        if not me.is_alone and had_log and world.ballot > me.ballot:
             broken = broken or f"{number} commits {point} though somebody began anew"
-        manifest = Manifest(point, ballot, had_board)
+        manifest = Manifest(point, ballot, had_log)
         return world._replace(manifests=tuple(sorted({*world.manifests, manifest}))), broken
 
     # Promises.
@@ -682,7 +683,7 @@ class Model:
         if act is Act.NOTHING:
             is_whole = not rank.is_dirty and 0 in (rank.mark, rank.early) and rank.step > 0
             return f"{number} has something to save" if is_whole or rank.is_dirty else ""
-        decision = self._plan(number, world.board[: rank.read], me.ballot)
+        decision = self._plan(number, world.log[: rank.read], me.ballot)
         was_in_time = me.is_alone or (decision is not None and number in decision.members)
         if newest < at and was_in_time:
             return f"{number} is at {at}, and only {newest} is saved"
@@ -692,7 +693,7 @@ class Model:
 
     def wrong_end(self, world: World) -> str:
         """What is wrong with a world in which nothing more has to happen."""
-        told = any(self.lines[line].what == "news" for line in world.board)
+        told = any(self.lines[line].what == "notice" for line in world.log)
         for number, rank in enumerate(world.ranks):
             if rank.life != Life.ALIVE:
                 continue
@@ -716,7 +717,7 @@ class Model:
         """It has lost what it was to save, and cannot get to another safe point: others have left or hang. It is
         alone, or on its way to what was agreed on, and alone it would go nowhere else."""
         me = self.selves[rank.me]
-        decision = self._plan(number, world.board[: rank.read], me.ballot)
+        decision = self._plan(number, world.log[: rank.read], me.ballot)
         is_bound = me.is_alone or (decision is not None and decision.target == me.reach)
         is_short = is_bound and me.reach is not None and not rank.is_dirty and rank.step < me.reach[0]
         return is_short and rank.mark == 2

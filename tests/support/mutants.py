@@ -10,7 +10,7 @@ it is a hole in the tests.
 A mutant is named by its module, function, line of text and change, not by a line's number: so what was
 explained stays explained when other lines come and go, and has to be looked at again when its own line changes.
 
-    python -m tests.support.mutants --module storage
+    python -m tests.support.mutants --module storage/posix
     python -m tests.support.mutants --only _write_synced --list
 
 Each is run in a process forked from one that has imported everything but `migrator`, in a copy of the tree of which
@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 COPIED = ("migrator", "tests", "hooks", "examples", "yamls", "docs", "pyproject.toml", "README.md", "Makefile")
 LEAST_DEADLINE_S, TIMES_DEADLINE = 60.0, 6.0
 """How long all tests of a stage may take: at least so long, and so many times what the unchanged code takes."""
@@ -82,85 +82,101 @@ _CRASHES = tuple(
 _ALL_CRASHES = ("tests/sweeps/test_crashes.py",)
 _STORAGE_FAULTS = ("tests/jobs/test_storage_faults.py", "-k", "not read_only and not longer_than_a_second")
 _PROTOCOL = ("tests/unit/ckpt/test_retention.py", "-k", "any_moment")
-_GAPS = "tests/unit/ranks/test_protocol_gaps.py"
+_CONTRACT = ("tests/unit/storage/test_posix_contract.py",)
+_ATTEMPT = "tests/unit/save/test_attempt.py"
+_LIVES = tuple(f"tests/unit/ckpt/test_{name}.py" for name in ("generations", "catalog", "leaving_mark", "continuation"))
 
 SUBJECTS = {
-    "storage": Subject(
-        (("tests/unit/storage/test_posix.py", _GAPS), _CRASHES, _PROTOCOL, _STORAGE_FAULTS),
-        texts=frozenset({"_room", "_told"}),
+    **dict.fromkeys(
+        ("storage/posix", "storage/posix_calls"),
+        Subject((("tests/unit/storage/test_posix.py",), _CONTRACT, _CRASHES, _PROTOCOL, _STORAGE_FAULTS)),
     ),
-    "retention": Subject(
-        (("tests/unit/ckpt/test_retention.py", _GAPS, "-k", "not any_moment and not disk"), _CRASHES, _PROTOCOL)
+    "ckpt/retention": Subject(
+        (("tests/unit/ckpt/test_retention.py", "-k", "not any_moment and not disk"), _CRASHES, _PROTOCOL)
     ),
-    "lineage": Subject((("tests/unit/ckpt/test_generations.py", _GAPS), _CRASHES, _PROTOCOL)),
-    "manifest": Subject((("tests/unit/ckpt/test_manifest.py", _GAPS), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))),
-    "sharing": Subject((("tests/unit/ranks/test_shares.py", _GAPS), _CRASHES, ("tests/ranks/test_lost_ranks.py",))),
-    # What the gate and the canary have to do with it is asked by tests of their own, which take minutes.
-    "saving": Subject(
-        ((_GAPS,), _CRASHES, _STORAGE_FAULTS),
+    **dict.fromkeys(
+        ("ckpt/generations", "ckpt/catalog", "ckpt/leaving_mark", "ckpt/continuation"),
+        Subject((_LIVES, _CRASHES, _PROTOCOL)),
+    ),
+    "ckpt/names": Subject((("tests/unit/ckpt/test_names.py", "tests/unit/ckpt/test_manifest.py"), _CRASHES)),
+    "ckpt/sealed": Subject((("tests/unit/ckpt/test_manifest.py", "tests/unit/ckpt/test_rank_record.py"), _CRASHES)),
+    "ckpt/rank_record": Subject((("tests/unit/ckpt/test_rank_record.py", "tests/unit/ranks/test_shares.py"), _CRASHES)),
+    "ckpt/manifest": Subject((("tests/unit/ckpt/test_manifest.py",), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))),
+    "ranks/shares": Subject(
+        (("tests/unit/ranks/test_shares.py", _ATTEMPT), _CRASHES, ("tests/ranks/test_lost_ranks.py",))
+    ),
+    # What the gate and the change detector have to do with it is asked by tests of their own, which take minutes.
+    "save/attempt": Subject(
+        ((_ATTEMPT,), _CRASHES, _STORAGE_FAULTS),
         functions=frozenset(
             f"Attempt.{name}"
             for name in (
                 *("run", "standing", "share", "help", "_tell", "look", "is_committed", "commit"),
-                *("_write_share", "_write", "_commit", "_commit.check", "_found_committed"),
+                *("_write_share", "_write"),
             )
         ),
     ),
-    "parts": Subject((("tests/unit/ckpt/test_tensor_file.py", _GAPS), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))),
-    "loading": Subject(
-        (
-            ("tests/unit/session/test_restore.py",),
-            ("tests/unit/state/test_adapters.py", "-k", "not new_process"),
-            ("tests/sweeps/test_hostile_files.py", "-k", "touche or sealed or strange_is_loaded or at_wrong_places"),
-            ("tests/sweeps/test_flipped_bits.py",),
-            _CRASHES,
-            ("tests/ranks/test_load.py",),
-        )
+    "save/commit": Subject(((_ATTEMPT,), _CRASHES, _STORAGE_FAULTS)),
+    "ckpt/tensor_file": Subject(
+        (("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))
     ),
-    "blocks": Subject((("tests/unit/ckpt/test_tensor_file.py", _GAPS), _CRASHES)),
+    **dict.fromkeys(
+        ("session/restore", "session/restore_plan", "session/candidates", "session/resume", "session/group_restore"),
+        Subject(
+            (
+                ("tests/unit/session/test_restore.py",),
+                ("tests/unit/state/test_adapters.py", "-k", "not new_process"),
+                (
+                    "tests/sweeps/test_hostile_files.py",
+                    "-k",
+                    "touche or sealed or strange_is_loaded or at_wrong_places",
+                ),
+                ("tests/sweeps/test_flipped_bits.py",),
+                _CRASHES,
+                ("tests/ranks/test_load.py",),
+            )
+        ),
+    ),
+    "ckpt/digests": Subject((("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES)),
+    "storage/file_io": Subject((("tests/unit/ckpt/test_tensor_file.py", "tests/unit/storage/test_posix.py"), _CRASHES)),
 }
 
 EXPLAINED: dict[str, str] = {
-    'storage.LocalStorage.check | self.make_directory("") | drop call': (
+    'storage/posix.PosixStorage.check | self.make_directory("") | drop call': (
         "put() makes the directory, in the same way and as durable"
     ),
-    'storage.LocalStorage.check | self.make_directory("") | swap with next': (
+    'storage/posix.PosixStorage.check | self.make_directory("") | swap with next': (
         "put() makes the directory, in the same way and as durable"
     ),
-    "storage.LocalStorage.get | while room > 0 and (piece := os.read(fd, min(room, _READ_MAX))): | > to >=": (
+    "storage/posix.PosixStorage.get | while room > 0 and (piece := os.read(fd, min(room, _READ_MAX))): | > to >=": (
         "with no room left nothing is asked for, and nothing read ends the loop as well"
     ),
-    "storage.PartFile.__exit__ | if fd >= 0: | >= to >": (
+    "storage/posix.PosixUpload.close | if fd >= 0: | >= to >": (
         "a part would need the descriptor 0, which only a process without standard input gives away"
     ),
-    "storage._claim_and_rename | os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))"
-    " | drop os.O_WRONLY": "nothing is ever written into a claim",
-    "retention._superfluous | remains = [name for name in lineage.uncommitted(storage, ours) if _reach(name) < "
+    "ckpt/retention._superfluous | remains = [name for name in catalog.uncommitted(storage, ours) if _reach(name) < "
     "_reach(kept[0])] | < to <=": "the newest ckpt is committed, so it is not among those that are not",
-    "lineage.claim | storage.make_directory(DIRECTORY) | drop call": (
-        "put() makes the directory, and what is listed before is empty without one as well"
-    ),
-    'sharing.RankRecord.from_bytes | dict(zip(map(int, found["shares"]), parts, strict=True)), | True to False': (
+    'ckpt/rank_record.RankRecord.from_bytes | dict(zip(map(int, found["shares"]), parts, strict=True)), | True to False': (
         "the parts are made of these very shares, one of each, or it is an error before"
     ),
-    "saving.Attempt.share | if self._shop.size > 1 and self._may_open: | > to >=": (
+    "save/attempt.Attempt.share | if self._context.size > 1 and self._may_open: | > to >=": (
         "all that a job of one rank reads from live memory is in its one share"
     ),
-    "saving.Attempt.share | if self._shop.size > 1: | > to >=": (
+    "save/attempt.Attempt.share | if self._context.size > 1: | > to >=": (
         "with one rank the part was proven a moment before; it would be asked once more, to the same end"
     ),
-    "lineage.wait_for_leaving | for generation in sorted(lineage[1:], reverse=True): | True to False": (
+    "ckpt/leaving_mark.wait_for_leaving | for generation in sorted(lineage[1:], reverse=True): | True to False": (
         "all waits are counted from one beginning: the order changes only which is named first"
     ),
-    "parts._TensorDigests.piece | if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start: | "
+    "ckpt/tensor_file._TensorDigests.piece | if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start: | "
     "< to <=": "a copy stays in memory until the next one is made; it is read only for more slices of its own tensor",
-    "parts._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
-    "parts._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",
-    "loading.newest_usable | found.append(str(error)) | swap with next": "two lists; neither call looks at the other's",
-    'loading._check_random | set_state(torch.Generator(), states["torch"]) | swap with next': (
+    "ckpt/tensor_file._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
+    "ckpt/tensor_file._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",
+    "session/restore.newest_usable | found.append(str(error)) | swap with next": "two lists; neither call looks at the other's",
+    'session/restore_plan._check_random | set_state(torch.Generator(), states["torch"]) | swap with next': (
         "each refuses for itself; only which is named first is another"
     ),
-    "parts._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
+    "ckpt/tensor_file._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
         "the end of the `with` waits in either case"
     ),
 }

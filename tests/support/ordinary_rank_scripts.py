@@ -57,7 +57,7 @@ def moment(name):
     else:
         os.kill(os.getpid(), signal.SIGTERM)
     end_s = time.monotonic() + 60
-    while not migrator._life.is_leaving:
+    while not migrator._session.is_leaving:
         assert time.monotonic() < end_s
         time.sleep(0.0005)
 
@@ -106,7 +106,7 @@ def resumed(job: Job, stops: Sequence[Stop], *, size: int = 2, **more: Any) -> R
         gang = job.gang(size, pods=size, **{**more, "AT": str(place), "AT_RANK": str(rank), "HOW": how})
         assert gang.wait() == [143] * size, gang.text
         # A thing that is lost in a stop where nobody was lost may still come out right by chance.
-        lost = {name: gang.events(name) for name in ("rank_lost", "settled", "ranks_differ") if gang.events(name)}
+        lost = {name: gang.events(name) for name in ("rank_lost", "saving_alone", "ranks_differ") if gang.events(name)}
         assert lost == {}, gang.text
         add_next_ranks(story, gang)
     gang = job.gang(size, pods=size, **more)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from migrator.session import restore_plan as loading
-from migrator.ckpt.generations import whole
-from migrator.storage.posix import LocalStorage
-from tests.support.rank_processes import Gang
+from migrator.ckpt.catalog import whole
+from migrator.session import restore
+from migrator.storage.posix import PosixStorage
 from tests.support.harness import Job
+from tests.support.rank_processes import Gang
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def stopped_ranks(job: Job, places: Sequence[tuple[str, int]], sizes: Sequence[i
         gang = job.gang(size, **{**more, "AT": place, "AT_RANK": str(rank), "HOW": ("sigterm", "file")[turn % 2]})
         codes = gang.wait()
         add_next_ranks(story, gang)
-        # News in the last lines of a script may find it at its end: that is as good.
+        # Notice in the last lines of a script may find it at its end: that is as good.
         assert codes == [143] * size or (codes == [0] * size and story.final), gang.text
         assert story.lives[-1][rank].count(f"moment {place}\n") == 1, gang.text
     gang = job.gang(sizes[-1], **more)
@@ -176,11 +176,11 @@ def _amiss(ids: list[int], samples: int) -> str:
 
 def whole_steps(job: Job) -> list[int]:
     """The steps of all committed ckpts, oldest first; every byte of each was read and is what it has to be."""
-    storage = LocalStorage(job.root, job.env.get("MIGRATOR_JOB", "default"))
+    storage = PosixStorage(job.root, job.env.get("MIGRATOR_JOB", "default"))
     found = []
     for name in job.ckpts():
         if (storage.directory / name).is_dir():
             manifest = whole(storage, name)
-            assert loading.read(storage, manifest, {}), name
+            assert restore.read(storage, manifest, {}), name
             found.append(manifest.step)
     return found

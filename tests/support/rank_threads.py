@@ -1,6 +1,6 @@
 """Many ranks as threads of one process, with one real TCPStore between them.
 
-The code that talks to the store and agrees is the library's (`Ranks`, `Together`). Gate, tensors and storage are
+The code that talks to the store and agrees is the library's (`Ranks`, `LastSave`). Gate, tensors and storage are
 stand-ins that cost nothing: every rank is at step 7, a share is an empty file, and so is the ckpt. A rank looks at its
 view when something came, or once a second: a thousand savers that look every 15 ms would need a thousand machines.
 """
@@ -16,11 +16,13 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from migrator.ranks.protocol import Line
 from migrator.errors import MigratorError
-from migrator.ranks.peers import Ranks
-from migrator.save.group.last_save import NothingToSave, Together
-from migrator.notice.watcher import News
+from migrator.notice.watcher import Notice
+from migrator.ranks.peers import Peers
+from migrator.ranks.protocol import Line
+from migrator.save.group.last_save import LastSave
+from migrator.save.group.rank_warnings import RankWarnings
+from migrator.save.results import NothingToSave
 
 STEP = 7
 LOOK_S = 1.0
@@ -74,7 +76,7 @@ class Gate:
     def stop(self) -> tuple[tuple[int, int], tuple[tuple[int, str], ...], bool]:
         return self.at, ((0, ""),), True
 
-    settle_here = stop
+    stop_here = stop
 
     def let(self, limit: Any) -> None: ...
     def open(self) -> None: ...
@@ -110,26 +112,43 @@ class Attempt:
     def look(self) -> Any:
         names = [path.name for path in self._directory.glob("rank-*")]
         records = dict.fromkeys(sorted(int(name[5:]) for name in names), self)
-        return SimpleNamespace(records=records, alike=lambda: records, unlike=dict, missing=list, shares=1)
+        return SimpleNamespace(records=records, alike=lambda: records, unlike=dict, missing=list, shares=1, newer={})
 
     def commit(self) -> Any:
         (self._directory / "manifest").write_text(str(self._rank))
         return SimpleNamespace(ckpt=self.name, is_joined=False)
 
 
+class _Commits:
+    """What is committed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._manifest = directory / "manifest"
+
+    def name(self, step: int) -> str:
+        return Attempt.name
+
+    def is_there(self, name: str) -> bool:
+        return self._manifest.exists()
+
+    def note_own(self, name: str) -> None: ...
+
+    def furthest(self, names: set[str], *, is_alone: bool) -> Any:
+        return Attempt.name
+
+
 class _Leaving(SimpleNamespace):
     @property
     def left_s(self) -> float:
-        return float(self.news.deadline_s - time.monotonic())
+        return float(self.notice.deadline_s - time.monotonic())
 
 
 class OneRank:
-    """One of the crowd."""
+    """One rank, as a thread."""
 
     def __init__(self, rank: int, size: int, port: int, directory: Path) -> None:
         self.stores = [Counted(connected(port)) for _ in range(2)]
-        self.ranks = Ranks(rank, size, "n", self.stores[0], waiting=self.stores[1])
-        self.ranks.on_lines = self._read
+        self.peers = Peers(rank, size, "n", self.stores[0], waiting=self.stores[1])
         self._told = threading.Event()
         self._directory = directory
         self.deadline_s = 0.0
@@ -137,13 +156,14 @@ class OneRank:
         self.ordered_s: dict[int, float] = {}
         """When it heard that a step is to be saved."""
         self.failure = ""
-        self.ranks.start()
+        self.peers.start()
+        self.peers.listen(self._read)
         self.saver = threading.Thread(target=self._leave, daemon=True)
         self.saver.start()
 
     def _read(self, lines: list[Line]) -> None:
         for line in lines:
-            if line.what == "news" and not self._told.is_set():
+            if line.what == "notice" and not self._told.is_set():
                 self.tell(30.0)
             if line.what == "decide" and not self.decided_s:
                 self.decided_s = time.time()
@@ -158,32 +178,38 @@ class OneRank:
     def close(self) -> None:
         """Without a word to the others."""
         self._told.set()
-        self.ranks.close()
+        self.peers.close()
 
     def _leave(self) -> None:
         self._told.wait()
         if not self.deadline_s:
             return
-        rank, directory = self.ranks.rank, self._directory
+        rank, directory = self.peers.rank, self._directory
         leaving = _Leaving(
-            news=News("SIGTERM", self.deadline_s, self._grace_s, is_local=True),
+            notice=Notice("SIGTERM", self.deadline_s, self._grace_s, is_local=True),
             advanced_s=0.0,
             why_no_safe_point="none",
         )
-        shop: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             gate=Gate(), writes=True, exchange=None, generation=SimpleNamespace(number=1), storage=None, rank=rank
         )
 
-        def attempt(capture: Any, is_leaving: bool, members: tuple[int, ...]) -> Any:
+        def attempt(capture: Any, members: tuple[int, ...]) -> Any:
             return Attempt(directory, rank, members)
 
-        saves: Any = Together(shop, self.ranks, leaving, attempt)  # type: ignore[arg-type]
-        saves._is_committed = lambda name: (directory / "manifest").exists()
-        saves._done = lambda me, view: None
+        agreement = LastSave(
+            context,
+            self.peers,
+            leaving,  # type: ignore[arg-type]
+            attempt,
+            commits=_Commits(directory),  # type: ignore[arg-type]
+            warnings=RankWarnings(self.peers),
+            changed_objects=None,  # type: ignore[arg-type]
+        )
         try:
-            saves.leave()
+            agreement.save()
         except (MigratorError, NothingToSave) as error:
             self.failure = repr(error)
         self.done_s = time.time()
-        self.ranks.post(Line("out", rank), timeout_s=5.0)
-        self.ranks.close()
+        self.peers.post(Line("out", rank), timeout_s=5.0)
+        self.peers.close()

@@ -151,7 +151,8 @@ def test_a_script_ends_as_it_does_by_itself(job: Job, how: str, whole_end: bool)
 
 def lines(text: str) -> list[str]:
     """What was printed, but for the frames that stand above the script, and marks below the code of one."""
-    above = rf'  File "{re.escape(str(ROOT))}/tests/(script|forkserver|warm|jobs/shim)\.py".*\n    .*\n(    [~^ ]+\n)?'
+    frames = r"tests/support/(forked_script|forkserver|warm_pods|scripts/shim)\.py"
+    above = rf'  File "{re.escape(str(ROOT))}/{frames}".*\n    .*\n(    [~^ ]+\n)?'
     above_in_pod = rf'  File "{re.escape(str(ROOT))}/migrator/testing/_shim\.py".*\n    .*\n(    [~^ ]+\n)?'
     for pattern in (above, above_in_pod, r'  File "<frozen runpy>".*\n', r"(?<=0x)[0-9a-f]+"):
         text = re.sub(pattern, "", text)

@@ -107,7 +107,7 @@ def test_every_mutant_can_be_read_and_named(module: str) -> None:
     """Of the modules themselves: all parse, all differ, no two have one name."""
     source = source_of(module)
     mutants = all_of(module)
-    assert len({mutant.id for mutant in mutants}) == len(mutants) > 20
+    assert len({mutant.id for mutant in mutants}) == len(mutants) > 5
     for mutant in chance.some(module, mutants, 0.4):
         text = mutant.of(source)
         assert text != source
@@ -127,11 +127,13 @@ def test_only_the_unchanged_code_says_how_long_its_tests_take(tmp_path: Path) ->
 
     class Watched(Bench):
         def _run(self, stage: tuple[str, ...], *, deadline_s: float, compiles: bool = False) -> tuple[str, float]:
-            runs.append((compiles, (self.tree / "migrator" / "blocks.py").read_text() == source_of("blocks")))
+            runs.append(
+                (compiles, (self.tree / "migrator" / "ckpt/digests.py").read_text() == source_of("ckpt/digests"))
+            )
             return "", 1.0
 
     bench = Watched(tmp_path)
-    bench.try_it(all_of("blocks")[0], [("quick",), ("slow",)])
+    bench.try_it(all_of("ckpt/digests")[0], [("quick",), ("slow",)])
 
     assert runs == [(True, True), (False, False)] * 2
 
@@ -139,7 +141,7 @@ def test_only_the_unchanged_code_says_how_long_its_tests_take(tmp_path: Path) ->
 @pytest.mark.processes
 def test_a_commit_without_its_sync_is_noticed() -> None:
     """Really run: the very line that makes the bytes durable."""
-    mutant = "storage._write_synced | os.fsync(fd) | drop call"
+    mutant = "storage/posix_calls.write_synced | os.fsync(fd) | drop call"
     command = [sys.executable, "-m", "tests.support.mutants", "--jobs", "1", "--stages", "1", "--only", mutant]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=110)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from migrator.notice.signal_file import INIT, RESUME, SAVE, SignalFile
-from tests.support.rank_processes import free_port, is_running, state_of
 from tests.support.harness import ROOT, ForkServer, Job, until
 from tests.support.rank_history import (
     RankStory,
@@ -23,10 +22,11 @@ from tests.support.rank_history import (
     stopped_ranks,
     unstopped_ranks,
 )
+from tests.support.rank_processes import free_port, is_running, state_of
 
 pytestmark = pytest.mark.processes
 
-RANKED = ROOT / "tests" / "jobs" / "ranked.py"
+RANKED = ROOT / "tests" / "support" / "scripts" / "ranked.py"
 
 REDUCES = """
 import os

@@ -13,10 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.support import chance
-from tests.support import guardian
-from tests.support.rank_processes import is_running
+from tests.support import chance, guardian
 from tests.support.harness import ROOT, until
+from tests.support.rank_processes import is_running
 
 pytestmark = pytest.mark.processes
 
@@ -33,8 +32,9 @@ def suite(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(suite: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
-    (suite / "test_it.py").write_text(text)
+def start(suite: Path, text: str, *arguments: str, place: str = "test_it.py") -> subprocess.Popen[str]:
+    (suite / place).parent.mkdir(parents=True, exist_ok=True)
+    (suite / place).write_text(text)
     # A run of its own: nothing of this one's is handed on.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", guardian.VARIABLE))}
     return subprocess.Popen(
@@ -48,9 +48,9 @@ def start(suite: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def run(suite: Path, text: str, *arguments: str) -> str:
+def run(suite: Path, text: str, *arguments: str, place: str = "test_it.py") -> str:
     """What pytest wrote."""
-    said, _ = start(suite, text, *arguments).communicate(timeout=60)
+    said, _ = start(suite, text, *arguments, place=place).communicate(timeout=60)
     return said
 
 
@@ -132,7 +132,28 @@ def test_a_quick_test_that_starts_a_process_fails(suite: Path) -> None:
         ("FAILED", "test_popen"),
         ("FAILED", "test_fork"),
     ]
-    assert "mark it `processes`" in said
+    assert "elsewhere it is marked `processes`" in said
+
+
+def test_no_unit_test_starts_a_process(suite: Path) -> None:
+    """Neither unsaid, nor with a mark or a fixture that says so; nor do long variants, which are not quick."""
+    unit = "tests/unit/room/test_it.py"
+    plain = STARTS.replace("@pytest.mark.processes", "@pytest.mark.long")
+    failed = [("FAILED", "test_popen"), ("FAILED", "test_fork"), ("FAILED", "test_marked")]
+    ended = re.compile(r"^(PASSED|FAILED) \S+::(\w+)", re.MULTILINE)
+
+    assert ended.findall(run(suite, plain, "-rA", place=unit)) == [("PASSED", "test_nothing"), *failed]
+    assert "1 deselected" in run(suite, plain, "-m", "quick", place=unit)
+    for text in (STARTS, "def test_it(job):\n    pass\n"):
+        assert "no test in tests/unit does: move it to one of tests/jobs" in run(suite, text, place=unit)
+
+
+def test_what_is_quick_is_said_by_the_directory(suite: Path) -> None:
+    """Where whole jobs, ranks and pods are tested nothing is; elsewhere what no fixture and no mark speaks against."""
+    text = "def test_it():\n    pass\n"
+
+    assert "1 passed" in run(suite, text, "-m", "quick", place="tests/unit/room/test_it.py")
+    assert "1 deselected" in run(suite, text, "-m", "quick", place="tests/jobs/test_it.py")
 
 
 # What it says it left out.
@@ -176,7 +197,7 @@ LEAVES = """
 import subprocess, sys, time
 from pathlib import Path
 
-def test_it(job):
+def test_it(job, in_memory):
     job.write('''
         import os, subprocess, sys, tempfile, time
         from multiprocessing import get_context
@@ -195,22 +216,23 @@ def test_it(job):
     ''')
     life = job.run()
     life.wait_for("^scratch")
-    print(life.text, flush=True)
+    Path(SAID).write_text(life.text + f"memory {in_memory}")
     time.sleep(60)
 """
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_that_is_killed_leaves_nothing_behind(suite: Path, workers: str) -> None:
-    """SIGKILL to all of pytest: what its tests had started ends, whatever session it is in, and its directory goes."""
-    text = LEAVES.replace("print(life.text, flush=True)", f"Path({str(suite / 'said')!r}).write_text(life.text)")
-    tests = start(suite, text, "-n", workers)
+    """SIGKILL to all of pytest: what its tests had started ends, whatever session it is in, and its directories go."""
     said = suite / "said"
+    tests = start(suite, LEAVES.replace("SAID", repr(str(said))), "-n", workers)
     try:
-        until(lambda: said.exists() and "scratch" in said.read_text(), "the test to run", 60)
+        until(lambda: said.exists() and "memory" in said.read_text(), "the test to run", 60)
         text = said.read_text()
         pids = [int(pid) for pid in re.findall(r"^pids (.*)$", text, re.MULTILINE)[0].split()]
         scratch = Path(re.findall(r"^scratch (\S+) True$", text, re.MULTILINE)[0])
+        memory = Path(re.findall(r"^memory (\S+)$", text, re.MULTILINE)[0])
+        assert memory.is_dir()
         marks = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
         mark = next(m for m in marks if m.startswith(guardian.VARIABLE.encode())).decode().partition("=")[2]
         marked = guardian.marked(mark)
@@ -223,7 +245,7 @@ def test_a_run_that_is_killed_leaves_nothing_behind(suite: Path, workers: str) -
         tests.stdout.close()
 
     until(lambda: not any(map(is_running, marked)), "what it started to end", 20)
-    until(lambda: not scratch.exists(), "its temporary files to go", 20)
+    until(lambda: not scratch.exists() and not memory.exists(), "its temporary files to go", 20)
 
 
 # What CI sweeps.
@@ -242,15 +264,15 @@ def sweeps() -> ModuleType:
 def test_whatever_a_change_touches_in_the_package_is_swept() -> None:
     """A new module belongs to an area, or somebody says here that it needs no sweep; areas name tests that exist."""
     areas = sweeps()
-    needs_none = {"__init__", "errors", "events", "instance"}
+    needs_none = {"__init__", "errors", "events", "api"}
     modules = [path.relative_to(ROOT) for path in (ROOT / "migrator").rglob("*.py")]
 
-    without = {path.stem for path in modules if path.parent.name == "migrator" and not areas.areas_of([str(path)])}
+    without = {".".join(path.with_suffix("").parts[1:]) for path in modules if not areas.areas_of([str(path)])}
 
     assert without == needs_none
     for area in areas.AREAS:
         for name in area.tests:
-            assert (ROOT / "tests" / f"test_{name}.py").exists()
+            assert (ROOT / "tests" / f"{name}.py").exists()
 
 
 def test_ci_sweeps_what_a_change_deserves() -> None:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import psutil
 
 from migrator.notice.signal_file import Signal
-from tests.support.rank_processes import Pod, Roots, free_port, is_running
 from tests.support.harness import DEADLINE_S, ROOT, events_in, kill_group, until
+from tests.support.rank_processes import Pod, Roots, free_port, is_running
 
 if TYPE_CHECKING:
     from tests.support.harness import Job
 
-AGENT = ROOT / "tests" / "jobs" / "agent.py"
-WORKER = ROOT / "tests" / "jobs" / "worker.py"
+AGENT = ROOT / "tests" / "support" / "scripts" / "agent.py"
+WORKER = ROOT / "tests" / "support" / "scripts" / "worker.py"
 IMPATIENT = "last_call_timeout=1,keep_alive_interval=1"
 """A node that may still come is waited for 1 s, not 30; one that vanished is missed after 3 s, not 15."""
 

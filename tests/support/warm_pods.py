@@ -6,7 +6,7 @@ the shim and its PID namespace, the agent with its signals, groups and waits, an
 
 What this leaves out: all processes of a run have the same hash seed and the same state of numpy's random numbers. That
 fresh interpreters do the same is shown by the demo, by `examples/elastic.py`, by the tests of `docs/testing.md`, and by
-the long variants of `test_story.py`.
+the long variants of `pods/test_apply_and_delete.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from tests.support.guardian import VARIABLE
 from tests.support.forked_script import run_script
+from tests.support.guardian import VARIABLE
 
 if TYPE_CHECKING:
     from tests.support.harness import ForkServer
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SHIM, AGENT = (Path(__file__).with_name("jobs") / name for name in ("shim.py", "agent.py"))
+SHIM, AGENT = (Path(__file__).with_name("scripts") / name for name in ("shim.py", "agent.py"))
 PYTHONS = {"python", "python3", sys.executable}
 _execvpe = os.execvpe
 _libc = ctypes.CDLL(None)

@@ -20,14 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.ckpt import generations as lineage
-from migrator.ckpt import retention
-from migrator.storage import posix as storage
+from migrator.ckpt import leaving_mark, retention
+from migrator.ckpt.names import MANIFEST
 from migrator.errors import MigratorError
-from migrator.ckpt.manifest import NAME
-from migrator.storage.posix import LocalStorage
-from tests.support import chance
-from tests.support import disk
+from migrator.storage import posix_calls
+from migrator.storage.memory import MemoryStorage
+from migrator.storage.posix import PosixStorage
+from tests.support import chance, disk
 from tests.support.crashes import (
     SETTINGS,
     Broken,
@@ -36,6 +35,7 @@ from tests.support.crashes import (
     Told,
     begun_twice,
     killed_while_leaving,
+    object_store,
     one_after_the_other,
     overlapping,
     replaced_while_leaving,
@@ -49,7 +49,7 @@ from tests.support.disk import SECTOR, Directory, Disk, Kernel
 O_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
-@pytest.mark.parametrize("setting", chance.some("stories", SETTINGS, 0.3), ids=lambda setting: setting.name)
+@pytest.mark.parametrize("setting", chance.some("stories", SETTINGS, 0.2), ids=lambda setting: setting.name)
 def test_every_promise_is_kept_behind_a_crash_and_one_more(setting: Setting) -> None:
     """Some states of each search; `make crashes` looks at 100,000."""
     seed = chance.dice(setting.name).randrange(1 << 30)
@@ -91,11 +91,11 @@ def _renamed(aside: Path, target: Path) -> None:
     disk.KERNEL.rename(aside, target)
 
 
-def _parts_first(of: LocalStorage, name: str) -> None:
+def _parts_first(of: PosixStorage, name: str) -> None:
     for part in of.list(name):
-        if part != NAME:
+        if part != MANIFEST:
             of.delete(f"{name}/{part}")
-    of.delete_directory(name)
+    of.delete_all(name)
 
 
 def _directories_only(kernel: Kernel, fd: int) -> None:
@@ -106,9 +106,9 @@ def _directories_only(kernel: Kernel, fd: int) -> None:
 
 ONE, OVERLAP = Setting(one_after_the_other), Setting(overlapping, keep=1, seeds=8)
 BREAKAGES: dict[str, tuple[Setting, Callable[[], Any]]] = {
-    "names are not synced": (ONE, lambda: patch.object(LocalStorage, "_sync", _nothing)),
+    "names are not synced": (ONE, lambda: patch.object(PosixStorage, "_sync", _nothing)),
     "bytes are not synced": (ONE, lambda: patch.object(Kernel, "fsync", _directories_only)),
-    "a commit replaces": (Setting(begun_twice, seeds=8), lambda: patch.object(storage, "_link", _renamed)),
+    "a commit replaces": (Setting(begun_twice, seeds=8), lambda: patch.object(posix_calls, "link", _renamed)),
     "parts are deleted before the manifest": (ONE, lambda: patch.object(retention, "_delete", _parts_first)),
     "digests are not compared": (
         Setting(one_after_the_other, rots=True),
@@ -118,15 +118,19 @@ BREAKAGES: dict[str, tuple[Setting, Callable[[], Any]]] = {
     "nobody is fenced": (OVERLAP, lambda: patch.object(retention, "_is_fenced", lambda of, generation: False)),
     "where the job lies is not made durable": (
         Setting(saved_once),
-        lambda: patch.object(LocalStorage, "_sync_above", _nothing),
+        lambda: patch.object(PosixStorage, "_sync_above", _nothing),
     ),
     "what was loaded is not made durable": (
         Setting(saved_once),
-        lambda: patch("migrator.session.restore_plan.make_durable", _nothing),
+        lambda: patch("migrator.session.restore.make_durable", _nothing),
+    ),
+    "uploads of dead writers are not swept": (
+        Setting(killed_while_leaving, machine=object_store),
+        lambda: patch.object(MemoryStorage, "leftovers", lambda of, directory="": []),
     ),
     "nobody waits for who is leaving": (
         Setting(replaced_while_leaving, seeds=8),
-        lambda: patch.object(lineage, "wait_for_leaving", _nothing),
+        lambda: patch.object(leaving_mark, "wait_for_leaving", _nothing),
     ),
 }
 

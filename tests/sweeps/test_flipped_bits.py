@@ -20,13 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from migrator.storage import file_io as blocks
-from migrator.ckpt import generations as lineage
-from migrator.session import restore_plan as loading
-from migrator.ckpt import tensor_file as parts
-from migrator.errors import CkptCorrupt, NoUsableCkpt
-from migrator.ckpt.manifest import NAME, Manifest
+from migrator.ckpt import catalog, digests, generations, leaving_mark, tensor_file
+from migrator.ckpt.manifest import Manifest
+from migrator.ckpt.names import MANIFEST
 from migrator.ckpt.tensor_file import Layout
+from migrator.errors import CkptCorrupt, NoUsableCkpt
+from migrator.session import restore
 from tests.support import chance
 from tests.support.damaged_ckpt import Ckpts, Return, aside, on_disk, resealed, two_ckpts, within
 
@@ -36,14 +35,14 @@ STRIDE = 211
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Ckpts:
-    return two_ckpts(tmp_path_factory.mktemp("one") / "root")
+def one(new_directory: Callable[[], Path]) -> Ckpts:
+    return two_ckpts(new_directory() / "root")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Ckpts:
+def two(new_directory: Callable[[], Path]) -> Ckpts:
     """Of two ranks: two shares, a part of each rank's own, and the records of the ranks."""
-    return two_ckpts(tmp_path_factory.mktemp("two") / "root", size=2)
+    return two_ckpts(new_directory() / "root", size=2)
 
 
 @pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
@@ -60,7 +59,7 @@ class Reader:
 
     def __init__(self, ckpts: Ckpts) -> None:
         self.ckpts = ckpts
-        self._manifest = lineage.whole(ckpts.storage, ckpts.newest)
+        self._manifest = catalog.whole(ckpts.storage, ckpts.newest)
         self._lives = [ckpts.life(rank=rank) for rank in range(ckpts.size)]
         self._turn = 0
 
@@ -70,15 +69,15 @@ class Reader:
             self._read(path)
         said = str(refusal.value)
         assert self.ckpts.newest in said
-        assert ("manifest" if path.name == NAME else path.name) in said
+        assert ("manifest" if path.name == MANIFEST else path.name) in said
         return said
 
     def _read(self, path: Path) -> None:
-        if path.name == NAME:
-            lineage.whole(self.ckpts.storage, self.ckpts.newest)
+        if path.name == MANIFEST:
+            catalog.whole(self.ckpts.storage, self.ckpts.newest)
             return
         (record,) = (part for part in self._manifest.parts if part.name == path.name)
-        loading.read(self.ckpts.storage, replace(self._manifest, parts=(record,)), {})
+        restore.read(self.ckpts.storage, replace(self._manifest, parts=(record,)), {})
 
     def goes_back(self) -> None:
         """A life loads the older ckpt, whatever it had in its objects, and says which one was bad."""
@@ -167,7 +166,7 @@ def test_every_flipped_bit_is_found_and_leads_back(one: Ckpts) -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks so small that a small ckpt has many."""
-    for module in (blocks, parts):
+    for module in (digests, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 1 << 10)
     return 1 << 10
 
@@ -205,7 +204,7 @@ def check_large(ckpts: Ckpts, samples: int) -> int:
     """The first and the last byte of each block, and some between; returns how many blocks there were."""
     reader = Reader(ckpts)
     (path,) = ckpts.parts()
-    size, block = path.stat().st_size, blocks.BLOCK
+    size, block = path.stat().st_size, digests.BLOCK
     dice = torch.Generator().manual_seed(7)
     fd = os.open(path, os.O_RDWR)
     try:
@@ -295,13 +294,13 @@ def test_every_changed_byte_of_a_life_s_record_keeps_all_ckpts_in_reach(one: Ckp
         number = int(path.stem)
         for _ in each_flip(path, one_bit):
             found += 1
-            taken = lineage.numbers(storage)
-            reached, proven = lineage._lineage(storage, 3, 2, taken)
+            taken = generations.numbers(storage)
+            reached, proven = generations._lineage(storage, 3, 2, taken)
             assert reached == (3, 2, 1)
             assert proven == {3, *range(number, 3)}
-            assert lineage.ckpts(storage, reached) == [one.newest, one.older]
+            assert catalog.ckpts(storage, reached) == [one.newest, one.older]
             if found % 100 == 0:
-                claimed = lineage.claim(storage, fresh=False, about={})
+                claimed = generations.claim(storage, fresh=False, about={})
                 one.path("generations", f"{claimed.number:06d}.json").unlink()
                 assert (claimed.lineage, claimed.proven) == ((3, 2, 1), proven)
     assert found > 250
@@ -410,7 +409,7 @@ def test_a_file_that_is_missing_is_named(ckpts: Ckpts) -> None:
         with aside(path):
             assert f"{path.name} is missing" in reader.refuses(path)
             reader.goes_back()
-    with aside(ckpts.path(ckpts.newest, NAME)):
+    with aside(ckpts.path(ckpts.newest, MANIFEST)):
         life = ckpts.life()
         assert life.load() == ckpts.older
         assert (life.bad, life.state) == (set(), ckpts.states[ckpts.older, 0])
@@ -421,33 +420,33 @@ def test_a_file_of_the_older_ckpt_in_the_newest_is_found(ckpts: Ckpts) -> None:
     reader = Reader(ckpts)
     for path in ckpts.files():
         old = ckpts.path(ckpts.older, path.name)
-        if path.name != NAME:
+        if path.name != MANIFEST:
             assert old.stat().st_size == path.stat().st_size
         with rewritten(path, old.read_bytes()):
-            assert (ckpts.older in reader.refuses(path)) == (path.name == NAME)
+            assert (ckpts.older in reader.refuses(path)) == (path.name == MANIFEST)
             reader.goes_back()
     old_files = {path: ckpts.path(ckpts.older, path.name).read_bytes() for path in ckpts.files()}
     with aside(ckpts.path(ckpts.newest)):
         ckpts.path(ckpts.newest).mkdir()
         for path, data in old_files.items():
             path.write_bytes(data)
-        reader.refuses(ckpts.path(ckpts.newest, NAME))
+        reader.refuses(ckpts.path(ckpts.newest, MANIFEST))
         reader.goes_back()
 
 
 def test_the_older_ckpt_s_manifest_that_claims_to_be_the_newest_finds_no_parts_of_its_own(one: Ckpts) -> None:
     """Names, sizes and its own digest are right; the parts' digests are not."""
     reader = Reader(one)
-    step = Manifest.from_bytes(one.path(one.newest, NAME).read_bytes()).step
-    forged = resealed(one.path(one.older, NAME), lambda payload: payload.update(generation=2, step=step))
-    with rewritten(one.path(one.newest, NAME), forged):
+    step = Manifest.from_bytes(one.path(one.newest, MANIFEST).read_bytes()).step
+    forged = resealed(one.path(one.older, MANIFEST), lambda payload: payload.update(generation=2, step=step))
+    with rewritten(one.path(one.newest, MANIFEST), forged):
         (part,) = one.parts()
         life = one.life()
         assert life.load() == one.older
         assert life.bad == {one.newest}
         assert life.state == one.states[one.older, 0]
         with pytest.raises(CkptCorrupt, match=part.name):
-            loading.load(one.storage, one.newest, life._registry)
+            restore.load(one.storage, one.newest, life._registry)
     reader.takes_the_newest()
 
 
@@ -461,14 +460,14 @@ def test_a_part_of_another_job_is_found(one: Ckpts, tmp_path: Path) -> None:
         with rewritten(path, other.read_bytes()):
             reader.refuses(path)
             reader.goes_back()
-    theirs = one.path(one.newest, NAME), stranger.path(stranger.newest, NAME).read_bytes()
+    theirs = one.path(one.newest, MANIFEST), stranger.path(stranger.newest, MANIFEST).read_bytes()
     with rewritten(*theirs):
         reader.goes_back()
 
 
 def test_without_a_whole_ckpt_the_start_ends_with_an_error_that_names_them_all(ckpts: Ckpts) -> None:
     """Both damaged: no start at step 0, both are named with what is wrong, and both stay where they are."""
-    newest, older = ckpts.parts()[0], ckpts.path(ckpts.older, NAME)
+    newest, older = ckpts.parts()[0], ckpts.path(ckpts.older, MANIFEST)
     with rewritten(newest, bytes(newest.stat().st_size)), rewritten(older, b""):
         before = on_disk(ckpts.storage.root)
         life = ckpts.life()
@@ -482,18 +481,21 @@ def test_without_a_whole_ckpt_the_start_ends_with_an_error_that_names_them_all(c
 
 def test_a_life_whose_ckpts_were_deleted_by_a_later_one_says_so(one: Ckpts) -> None:
     """It had looked for ckpts, and was frozen until the pod that replaced it had saved and deleted them."""
-    life = one.life()
-    later = lineage.claim(one.storage, fresh=False, about={})
-    with aside(one.path(one.newest)), aside(one.path(one.older)):
-        life._candidates = [one.newest, one.older]
-        with pytest.raises(NoUsableCkpt, match=rf"a later life of the job \(generation {later.number}\) has begun"):
-            life._newest_usable()
+    candidates = one.life().candidates()
+    later = generations.claim(one.storage, fresh=False, about={})
+    refusal = rf"a later life of the job \(generation {later.number}\) has begun"
+    with (
+        aside(one.path(one.newest)),
+        aside(one.path(one.older)),
+        pytest.raises(NoUsableCkpt, match=refusal),
+    ):
+        candidates.load_newest()
     one.path("generations", f"{later.number:06d}.json").unlink()
 
 
 def test_a_ckpt_that_is_deleted_while_it_is_read_leads_back(one: Ckpts, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a later life, between its last byte and the moment at which it counts as loaded."""
-    read = loading.read
+    read = restore.read
 
     def read_and_lose(storage: Any, found: Manifest, homes: Any) -> Any:
         tensors = read(storage, found, homes)
@@ -501,7 +503,7 @@ def test_a_ckpt_that_is_deleted_while_it_is_read_leads_back(one: Ckpts, monkeypa
             one.path(one.newest).rename(one.path(".away"))
         return tensors
 
-    monkeypatch.setattr(loading, "read", read_and_lose)
+    monkeypatch.setattr(restore, "read", read_and_lose)
     life = one.life()
     try:
         assert life.load() == one.older
@@ -608,13 +610,13 @@ def test_a_record_or_mark_that_became_something_else_stops_no_life(one: Ckpts, n
             STRANGE[strange](path)
         times = itertools.count(0.0, 10.0)
         with within(20):
-            claimed = lineage.claim(one.storage, fresh=False, about={})
+            claimed = generations.claim(one.storage, fresh=False, about={})
             one.path("generations", f"{claimed.number:06d}.json").unlink()
-            lineage.wait_for_leaving(
+            leaving_mark.wait_for_leaving(
                 one.storage, claimed.lineage, clock=lambda: next(times), sleep=lambda seconds: None
             )
         assert claimed.lineage == (3, 2, 1)
-        assert lineage.ckpts(one.storage, claimed.lineage) == [one.newest, one.older]
+        assert catalog.ckpts(one.storage, claimed.lineage) == [one.newest, one.older]
     if is_new:
         path.unlink()
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-import shutil
-import subprocess
-import sys
+import re
 import types
-import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,42 +40,34 @@ FORWARDED = {
 }
 PROPERTIES = {"is_leaving", "resume"}
 
-LAYERS = [
-    {"errors", "events", "environment", "sigaction", "frames", "iteration"},
-    {"launcher", "buckets", "pace", "shared_log", "bell", "large_values"},
-    {
-        "settings",
-        "agreement",
-        "permutation",
-        "tree",
-        "blocks",
-        "signal_file",
-        "signal_owner",
-        "ending",
-        "counters",
+LEAVES = {"errors", "events", "settings"}
+"""Modules outside of rooms, which every room may use."""
+
+ROOMS: dict[str, set[str]] = {
+    "platform": set(),
+    "data": set(),
+    "storage": set(),
+    "notice": {"platform"},
+    "leaving": {"platform", "notice"},
+    "ckpt": {"platform", "storage"},
+    "state": {"data", "ckpt"},
+    "ranks": {"platform", "storage", "ckpt"},
+    "loop": {"platform", "data", "ckpt", "state"},
+    "compat": {"ckpt", "state"},
+    "save": {"platform", "storage", "ckpt", "state", "loop", "notice", "leaving", "ranks"},
+    "session": {
+        *("platform", "data", "storage", "ckpt", "state", "loop", "notice", "leaving", "ranks", "save", "compat"),
     },
-    {"sigterm", "randomness", "progress", "identity"},
-    {"hooks", "last_word", "sampler", "storage", "kinds", "storable", "canary", "watcher", "ranks", "testing.errors"},
-    {"between", "place", "meeting", "comm_hooks"},
-    {"parts", "leaving", "replay", "unfollowed", "uneven", "regroup", "lookout", "hooks.__main__"},
-    {"manifest"},
-    {"registry"},
-    {"capture", "legacy", "loop"},
-    {"lineage", "gate", "sharing"},
-    {"retention", "loading", "saving", "heartbeat"},
-    {"saver", "together"},
-    {"joint"},
-    {"team"},
-    {"life"},
-    {"instance"},
-    # A package of its own, which nothing above uses.
-    {"testing._shim", "testing.container", "testing.spec"},
-    {"testing.pod"},
-    {"testing.controllers"},
-    {"testing.kubelet"},
-    {"testing", "testing.fixtures"},
-]
-"""Lowest first. A module imports from lines above its own only."""
+    "hooks": set(),
+    "testing": {"hooks"},
+}
+"""Which rooms a room may import from, beside itself and the leaves."""
+
+WORDS = ("Entry", "Imports", "Never here", "Next of its kind")
+"""What the docstring of a room says, after its first line."""
+
+TOP = {"api", "__init__"}
+"""What the script talks to. It may use every room, and nobody uses it."""
 
 
 # What can be imported.
@@ -100,18 +89,6 @@ def test_dir_shows_all_and_the_forwarded_names() -> None:
     assert dir(migrator) == sorted({*migrator.__all__, *FORWARDED})
     for name in set(dir(migrator)) - PROPERTIES:
         assert getattr(migrator, name) is not None
-
-
-@pytest.mark.processes
-def test_what_a_bare_import_shows_is_public() -> None:
-    """Nothing else lies around in the package's namespace but its own submodules and what typing needs."""
-    code = (
-        "import migrator, types; from migrator import ElasticSampler, Migrated, migrator as m;"
-        "print(*(n for n, v in vars(migrator).items() if n[0] != '_' and not isinstance(v, types.ModuleType)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    assert set(shown.split()) - set(migrator.__all__) <= {"annotations", "Any", "TYPE_CHECKING"}
 
 
 def test_all_errors_are_public() -> None:
@@ -166,39 +143,9 @@ def test_everything_public_says_what_it_is() -> None:
         assert ast.get_docstring(tree), name
 
 
-# Types.
-
-
-@pytest.mark.processes
-def test_the_package_ships_its_types(tmp_path: Path) -> None:
-    """`py.typed` and every module are in the wheel, and nothing else is."""
-    source = tmp_path / "source"
-    shutil.copytree(PACKAGE, source / "migrator", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "hooks", source / "hooks")
-    shutil.copy(ROOT / "pyproject.toml", source)
-    for name in ("README.md", "LICENSE"):
-        (source / name).touch()
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True, timeout=100)
-
-    (wheel,) = tmp_path.glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    scripts = {f"migrator/hooks/{path.name}" for path in (ROOT / "hooks").glob("*.sh")}
-    assert held == {str(path.relative_to(ROOT)) for path in FILES.values()} | {"migrator/py.typed"} | scripts
-
-
-@pytest.mark.processes
-def test_the_typed_usage_file_passes_mypy_strict() -> None:
-    """What a user writes is accepted by `mypy --strict`, and what is wrong is refused."""
-    command = [sys.executable, "-m", "mypy", "--strict", "tests/docs/typed_usage.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_the_typed_usage_file_uses_all_that_is_public() -> None:
     """A name that is added must be shown to the type checker too."""
-    tree = ast.parse((ROOT / "tests" / "typed_usage.py").read_text())
+    tree = ast.parse((ROOT / "tests" / "docs" / "typed_usage.py").read_text())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     called = {
         node.attr
@@ -247,15 +194,45 @@ def test_imports_have_no_cycle() -> None:
         left = {name: needs for name, needs in left.items() if name not in free}
 
 
-def test_low_layers_do_not_import_high_ones() -> None:
-    """The order of the modules is the way of the data, and a new module has to find its place in it."""
-    level = {f"migrator.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
-    level["migrator"] = len(LAYERS)
+def _room(module: str) -> str:
+    """The room of a module, or the module itself if it is in none."""
+    return module.split(".")[1] if "." in module else "__init__"
 
-    assert level.keys() == FILES.keys()
-    assert not [
-        f"{name} imports {other}" for name, needs in GRAPH.items() for other in needs if level[other] >= level[name]
+
+def test_every_module_is_in_a_room() -> None:
+    """A new module finds its room, or a new room its place among the others."""
+    assert {_room(module) for module in FILES} == ROOMS.keys() | LEAVES | TOP
+
+
+def test_rooms_are_used_one_way() -> None:
+    """A room can be read, tested and exchanged without those above it."""
+    wrong = [
+        f"{module} imports {other}"
+        for module, needs in GRAPH.items()
+        for other in needs
+        if (room := _room(module)) != _room(other) and room not in TOP
+        if _room(other) not in LEAVES | ROOMS.get(room, set())
     ]
+
+    assert not wrong
+
+
+def test_rooms_say_what_they_are_for() -> None:
+    """Its job, its entry, what it imports, what does not belong there, and where the next of its kind goes."""
+    for room in ROOMS.keys() - {"hooks", "testing"}:
+        doc = ast.get_docstring(TREES[f"migrator.{room}"]) or ""
+        lines = [line for line in doc.splitlines() if line]
+        assert [line.partition(":")[0] for line in lines[1:]] == [
+            "Entry",
+            "Imports",
+            "Never here",
+            "Next of its kind",
+        ], room
+        imports = lines[2]
+        named = {name for name in re.findall(r"`(\w+)`", imports) if name in ROOMS}
+        if "all rooms but" in imports:
+            named = ROOMS.keys() - named - {room}
+        assert named == ROOMS[room], room
 
 
 def test_nobody_imports_the_package_from_inside() -> None:
@@ -263,6 +240,54 @@ def test_nobody_imports_the_package_from_inside() -> None:
     users = {name for name, tree in TREES.items() if "migrator" in _imported(ast.walk(tree))}
 
     assert users <= {"migrator.save.attempt"}
+
+
+# Storage is behind its interface.
+
+SYSTEM_CALLS = {
+    *("open", "fsync", "fdatasync", "read", "write", "pread", "pwrite", "preadv", "pwritev", "link", "rename"),
+    *("replace", "unlink", "remove", "mkdir", "makedirs", "rmdir", "listdir", "scandir", "stat", "lstat", "fstat"),
+}
+ABOVE_STORAGE = {"ckpt", "state", "loop", "ranks", "save", "session", "compat"}
+"""Rooms that know the place for ckpts only as `migrator.storage.base.Storage`."""
+LOCAL_FILES = {"migrator.save.progress"}
+"""Modules in them that write files of this pod, which are not on that place: what the hook shows."""
+NAME_PARTS = ("manifest.json", "generations/", ".leaving", "rank-", "part-", "own-of-")
+"""What makes a text the name of a file of a job, or of a part of one."""
+
+
+def _above_storage() -> Iterator[tuple[str, ast.AST]]:
+    for module, tree in TREES.items():
+        if _room(module) in ABOVE_STORAGE:
+            yield from ((f"{module}, line {getattr(node, 'lineno', 0)}", node) for node in ast.walk(tree))
+
+
+def test_above_storage_nobody_knows_what_a_volume_is() -> None:
+    """No error number, no descriptor, no call of the kernel: an object store has none of them."""
+    for where, node in _above_storage():
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert "errno" not in _imported(iter([node])), where
+        if isinstance(node, ast.Attribute):
+            assert node.attr != "errno", where
+            if ast.unparse(node.value) == "os" and where.split(",")[0] not in LOCAL_FILES:
+                assert node.attr not in SYSTEM_CALLS, where
+
+
+def test_above_storage_nobody_knows_which_one_it_is() -> None:
+    """One is chosen where a job begins; everything else is written against the interface."""
+    kinds = {name for name in FILES if _room(name) == "storage"} - {"migrator.storage", "migrator.storage.base"}
+    users = {module for module, needs in GRAPH.items() if needs & kinds and _room(module) != "storage"}
+
+    assert users == {"migrator.session.session"}
+
+
+def test_names_of_files_are_made_in_one_place() -> None:
+    """What a file is called stands in `ckpt.names`; nobody else puts such a name together."""
+    for where, node in _above_storage():
+        if isinstance(node, ast.JoinedStr) and not where.startswith("migrator.ckpt.names,"):
+            text = "".join(part.value for part in node.values if isinstance(part, ast.Constant))
+            assert not text.startswith(NAME_PARTS), where
+            assert not any(f"/{part}" in text for part in NAME_PARTS), where
 
 
 # Events.

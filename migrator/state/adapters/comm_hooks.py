@@ -1,18 +1,19 @@
-"""What DDP's communication hooks keep from step to step, beside modules and optimizers.
+"""The state of DDP's communication hooks, which they keep from step to step.
 
-PowerSGD remembers the error of each compression and adds it to the next gradient.
-That memory is no part of any `state_dict()`: it is registered like everything else,
-`migrator.register("powersgd", state)`. Each rank has an error of its own, so its state
-is always that of one rank (`own=True`).
+PowerSGD keeps the error of each compression and adds it to the next gradient. This
+memory is not part of any `state_dict()`, so it is registered like other objects:
+`migrator.register("powersgd", state)`. Each rank has its own errors, so the state is
+always that of one rank (`own=True`).
 
-All of that lies in the order in which DDP packs gradients into buckets, and DDP packs
-them anew behind the first step of each life (`buckets`). So the memory is put in order
-twice: at the load, for the buckets that DDP begins with, and behind the first step, for
-those it had. Where that cannot be done, the first two steps after a resume average the
-gradients as they are. Else errors would be added to the gradients of other parameters.
+The memory has the order of DDP's gradient buckets, and DDP rebuilds the buckets after
+the first step of each life (`ddp_buckets`). So the memory is rearranged twice: at the
+load, for the first buckets of this life, and after the first step, for the rebuilt
+buckets. If this is not possible, the first two steps after a resume average the
+gradients without compression. Otherwise errors would be added to the gradients of
+other parameters.
 
-The error is kept by reference, not copied at each safe point: the hook makes a new
-tensor for it each time. The small factors it changes in place are copied.
+The error is referenced and not copied at each safe point, because the hook makes a new
+tensor each time. The small factors, which the hook changes in place, are copied.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from migrator.state.adapters import ddp_buckets as buckets
-from migrator.events import log
-from migrator.state.adapters.base import Kind, check_positions, copied, set_state
 from migrator.ckpt.codec import Stored
+from migrator.events import log
+from migrator.state.adapters import ddp_buckets
+from migrator.state.adapters.base import Adapter
+from migrator.state.adapters.containers import copied
+from migrator.state.adapters.random_generators import check_positions, set_state
 
 _MODULE = "torch.distributed.algorithms.ddp_comm_hooks"
 _NUMBERS = {
@@ -42,14 +45,14 @@ _NUMBERS = {
     ),
     "PostLocalSGDState": ("iter",),
 }
-"""What counts up, of each state that is known."""
+"""The counters in each known class of state."""
 _PACKED_AFTER = 2
-"""Steps after which DDP has packed its buckets for good."""
+"""Number of steps after which DDP does not rebuild its buckets any more."""
 _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 def _class_of(value: Any) -> str | None:
-    """The class of torch's that this is, or is derived from; None: it is no state of a hook that is known."""
+    """The name of the torch class that `value` is an instance of; None if it is not a known hook state."""
     for cls in type(value).__mro__:
         if cls.__module__.startswith(_MODULE) and cls.__name__ in _NUMBERS:
             return cls.__name__
@@ -60,8 +63,8 @@ def is_hook_state(value: Any) -> bool:
     return _class_of(value) is not None
 
 
-class HookState(Kind):
-    """The state of a communication hook of torch's: PowerSGD, post-local SGD."""
+class HookState(Adapter):
+    """The state of a communication hook of torch: PowerSGD, post-local SGD."""
 
     kind = "comm_hook"
 
@@ -69,33 +72,33 @@ class HookState(Kind):
         super().__init__(target)
         self._class = _class_of(target) or ""
         self._module: weakref.ref[Any] | None = None
-        """The DDP module whose hook this is, as soon as it is known."""
-        self._packed: buckets.Packing | None = None
-        """How the buckets are packed that the memories are of; None: nobody knows."""
+        """The DDP module that uses this hook, as soon as it is known."""
+        self._packed: ddp_buckets.Packing | None = None
+        """The buckets to which the memories belong; None if not known."""
         self._is_packed = False
-        """They are packed for good."""
-        self._packed_next: buckets.Packing | None = None
-        """How they will be behind the first step, as far as can be told."""
+        """DDP does not rebuild the buckets any more."""
+        self._packed_next: ddp_buckets.Packing | None = None
+        """The buckets expected after the first step, if known."""
 
     def met(self, module: Any) -> None:
-        """The hook of this module has this state."""
+        """Note that a hook of this module uses this state."""
         self._module = weakref.ref(module)
 
     def _note_packing(self) -> None:
         module = self._found()
-        if self._is_packed or module is None or not buckets.has_packed_anew(module):
+        if self._is_packed or module is None or not ddp_buckets.has_packed_anew(module):
             return
-        self._is_packed, before, self._packed = True, self._packed, buckets.packing(module)
+        self._is_packed, before, self._packed = True, self._packed, ddp_buckets.packing(module)
         if before not in (None, self._packed) and self._memories()["error_dict"]:
             self._begin_anew("DDP packed its buckets in another way than in the life before")
 
     def _found(self) -> Any:
         return None if self._module is None else self._module()
 
-    def _memories(self) -> buckets.Memories:
+    def _memories(self) -> ddp_buckets.Memories:
         return {name: dict(getattr(self.target, name)) for name in _MEMORIES}
 
-    def _remember(self, memories: buckets.Memories) -> None:
+    def _remember(self, memories: ddp_buckets.Memories) -> None:
         for name, memory in memories.items():
             held = getattr(self.target, name)
             held.clear()
@@ -128,11 +131,11 @@ class HookState(Kind):
             there = value.get("class") if isinstance(value, dict) else None
             return [f": is a {self._class} here, {there or 'something else'} there"]
         if any(type(value.get(name)) is not int for name in _NUMBERS[self._class]):
-            raise TypeError("numbers of a communication hook that are none")
+            raise TypeError("the counters of a communication hook are not integers")
         if self._class != "PowerSGDState":
             return []
         if not (all(_is_memory(value.get(name)) for name in _MEMORIES) and _is_packing(value.get("buckets"))):
-            raise TypeError("memories of a communication hook that are none")
+            raise TypeError("the memories of a communication hook are not tensors by bucket")
         check_positions(value.get("rng"))
         here, there = self.target.matrix_approximation_rank, value.get("rank")
         return [f": matrix_approximation_rank is {here} here, {there} there"] if here != there else []
@@ -151,26 +154,26 @@ class HookState(Kind):
         if any(memories.values()):
             self._fit_to_first_step(memories)
 
-    def _fit_to_first_step(self, memories: buckets.Memories) -> None:
+    def _fit_to_first_step(self, memories: ddp_buckets.Memories) -> None:
         for hooked in in_use():
             if hooked.state is self.target:
                 self.met(hooked.module)
         module, before = self._found(), self._packed
         if module is not None and before is not None:
-            now = buckets.packing(module)
-            found = buckets.moved(self.target, module, memories, before, now)
+            now = ddp_buckets.packing(module)
+            found = ddp_buckets.moved(self.target, module, memories, before, now)
             if found is not None:
                 self._remember(found)
-                self._packed, self._packed_next = now, before if buckets.packs_anew(module) else None
+                self._packed, self._packed_next = now, before if ddp_buckets.packs_anew(module) else None
                 return
         state = self.target
         state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + _PACKED_AFTER)
         log(
             "comm_hook_waits",
             steps=_PACKED_AFTER,
-            means="DDP packs its gradients into buckets anew behind the first step, and PowerSGD's memory is of those: "
-            "until then gradients are averaged without compression. Make the DDP module and register its hook before "
-            "load_ckpt()",
+            means="DDP rebuilds its gradient buckets after the first step, and PowerSGD's memory belongs to the "
+            "rebuilt ones: until then gradients are averaged without compression. Make the DDP module and register its "
+            "hook before load_ckpt()",
         )
 
     def first_step(self, name: str) -> None:
@@ -178,22 +181,22 @@ class HookState(Kind):
         self._packed_next = None
         if module is None or now is None or after is None or now == after:
             return
-        found = buckets.moved(self.target, module, self._memories(), now, after)
-        if found is None or buckets.has_packed_anew(module):
-            self._begin_anew("the first step behind a load had several backward passes without no_sync()")
+        found = ddp_buckets.moved(self.target, module, self._memories(), now, after)
+        if found is None or ddp_buckets.has_packed_anew(module):
+            self._begin_anew("the first step after a load had several backward passes without no_sync()")
         else:
             self._remember(found)
             self._packed = after
 
     def _begin_anew(self, why: str) -> None:
-        """What the hook remembers may be of other parameters."""
+        """Clear the memories, which may belong to other parameters."""
         self._remember({name: {} for name in _MEMORIES})
         log(
             "comm_hook_not_saved",
             level=logging.WARNING,
             hook=self._class,
             state=self._class,
-            means=f"{why}: its memory would be of other parameters, and begins anew",
+            means=f"{why}: the memory would belong to other parameters, so it begins anew",
         )
 
 
@@ -211,13 +214,13 @@ def _is_packing(value: Any) -> bool:
 
 
 def _to(tensor: Tensor, device: str) -> Tensor:
-    # Of several devices each rank has its own, the current one.
+    # With several devices each rank uses its current one.
     return tensor if device == "cpu" else tensor.to(torch.device(device))
 
 
 @dataclass(frozen=True)
 class Hooked:
-    """A communication hook of a DDP module that keeps something from step to step."""
+    """A communication hook of a DDP module that keeps state from step to step."""
 
     hook: str
     state: Any
@@ -225,7 +228,7 @@ class Hooked:
 
 
 def in_use() -> Iterator[Hooked]:
-    """Those of all DDP modules of this process. Looks through the whole heap: not for each step."""
+    """The hooks with state of all DDP modules of this process. Slow, because it searches the whole heap."""
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 

@@ -1,9 +1,9 @@
-"""Where DDP packs which gradient, and how PowerSGD's memory follows when it packs them anew.
+"""How DDP packs gradients into buckets, and how PowerSGD's memory is moved to other buckets.
 
-Each life of a job begins with buckets in the order of the parameters. Behind its first
-step DDP packs them anew, in the order in which gradients were ready. PowerSGD's memory
-is one flat tensor for each bucket. So it is taken apart by parameter and put together
-as the buckets are now.
+Each life of a job starts with buckets in the order of the parameters. After the first
+step DDP rebuilds them, in the order in which gradients were ready. PowerSGD's memory
+is one flat tensor per bucket. So it is split by parameter and concatenated again in
+the order of the present buckets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Packing = list[list[int]]
-"""For each bucket the numbers of its parameters, in their order there."""
+"""For each bucket the numbers of its parameters, in the order of the bucket."""
 Memories = dict[str, dict[int, Tensor]]
 
 
@@ -31,12 +31,13 @@ def has_packed_anew(module: Any) -> bool:
 
 
 def packs_anew(module: Any) -> bool:
-    """It will, or has."""
+    """Whether the module rebuilds its buckets after the first step, or has done so."""
     return bool(getattr(module, "static_graph", False) or not module.find_unused_parameters)
 
 
 def moved(state: Any, module: Any, memories: Memories, before: Packing, after: Packing) -> Memories | None:
-    """PowerSGD's memories of buckets packed like `before`, as they are for `after`; None: they are of another kind."""
+    """PowerSGD's memories of the buckets `before`, arranged for the buckets `after`; None if they do not fit
+    `before`."""
     shapes = [tuple(param.shape) for param in module.parameters()]
     found: Memories = {}
     for name, memory in memories.items():
@@ -60,7 +61,7 @@ def moved(state: Any, module: Any, memories: Memories, before: Packing, after: P
 
 
 def _sizes(state: Any, name: str, numbers: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """What of a bucket's memory is whose: the numbers of parameters in their order there, and how much each has."""
+    """The parameters in a bucket's memory, in their order there, with the number of elements of each."""
     if name == "error_dict":
         return {number: torch.Size(shapes[number]).numel() for number in numbers}
     by_shape: dict[tuple[int, int], dict[int, int]] = {}
@@ -68,7 +69,7 @@ def _sizes(state: Any, name: str, numbers: Sequence[int], shapes: Sequence[tuple
         rows = shapes[number][0] if shapes[number] else 1
         columns = torch.Size(shapes[number]).numel() // max(1, rows)
         rank = min(rows, columns, state.matrix_approximation_rank)
-        # As the hook decides which gradients it compresses; those of one shape lie together.
+        # The same condition as in the hook, for compressed gradients. Gradients of one shape are stored together.
         if (rows + columns) * rank * state.min_compression_rate < rows * columns:
             size = (rows if name == "p_memory_dict" else columns) * rank
             by_shape.setdefault((rows, columns), {})[number] = size

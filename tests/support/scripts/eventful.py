@@ -3,10 +3,10 @@
 DIE_AT (`committed:2`) names a line of our log by event and occurrence, DIE_BY the signal this process sends itself as
 soon as that line is written: SIGKILL, or SIGSTOP. What has been logged as done has to last from there on.
 
-STOP is the step behind which the news come, on STOP_RANK, by STOP_HOW (`sigterm`, `file`). ODD lists, in words, what
+STOP is the step behind which the notice comes, on STOP_RANK, by STOP_HOW (`sigterm`, `file`). ODD lists, in words, what
 else happens in this life; see `is_odd`. ODD_RANK is the rank that is odd where only one is. LOADER says how batches
 are drawn (`elastic`, `plain`, `wrapped`), LOOP whether by `batches()` or by the loader alone (`bare`). AWAIT is an
-event, by name and number, that has to have come before the news; with AWAIT_CKPT some ckpt has to be there before the
+event, by name and number, that has to have come before the notice; with AWAIT_CKPT some ckpt has to be there before the
 last step. DRAWS=no is a model of one process as several ranks train it.
 
 Each line it prints can be compared with that of the same rank in a job that nobody disturbed. All ranks hold the same
@@ -35,13 +35,11 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from migrator import ElasticSampler, SaveFailed, migrator
+from migrator.ckpt import leaving_mark, retention
+from migrator.errors import StorageFullError, StorageTransientError
 from migrator.leaving import leaving
-from migrator.ckpt import generations as lineage
-from migrator.save import progress
-from migrator.ckpt import retention
-from migrator.save import attempt as saving
-from migrator.ranks import shares as sharing
-from migrator.errors import StorageError
+from migrator.ranks import shares
+from migrator.save import attempt, progress
 
 RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 EPOCHS, SAMPLES, TOGETHER = 3, 24, 4
@@ -49,7 +47,7 @@ STOP = int(os.environ.get("STOP", "-1"))
 LONG_S = 30
 """Longer than anything takes here: whoever sits this out fails."""
 ODD = os.environ.get("ODD", "").split(",")
-sharing.SHARE_BYTES = 300
+shares.SHARE_BYTES = 300
 leaving.CALL_BACK_S = 0.3 if "hangs" in ODD else leaving.CALL_BACK_S
 
 
@@ -85,7 +83,7 @@ def is_odd(what):
 
 
 def is_leaving():
-    life = migrator._life
+    life = migrator._session
     return life is not None and life.is_leaving
 
 
@@ -115,7 +113,7 @@ def ask():
 
 
 def stop():
-    """The news come. It goes on as soon as no further step can begin."""
+    """The a notice comes. It goes on as soon as no further step can begin."""
     if os.environ.get("STOP_HOW") == "file":
         ask()
     else:
@@ -141,29 +139,29 @@ class Faults:
         self.is_held = False
 
     def install(self):
-        write_part, mark, delete = saving.write_part, lineage.put_mark, retention._delete
+        write_part, mark, delete = attempt.write_part, leaving_mark.put_mark, retention._delete
 
         def write(storage, path, *args, **named):
             if self.holds_part:
                 self.holds_part, self.is_held = False, True
                 wait_until(is_leaving)
             if self.in_part:
-                raise StorageError(f"cannot write {path}", errno=self.in_part.pop())
+                raise self.in_part.pop()(f"cannot write {path}")
             return write_part(storage, path, *args, **named)
 
         def put_mark(*args):
             if self.in_mark:
                 self.in_mark -= 1
-                raise StorageError("cannot write the mark", errno=errno.EIO)
+                raise StorageTransientError("cannot write the mark")
             return mark(*args)
 
         def _delete(*args):
             if self.in_delete:
                 self.in_delete -= 1
-                raise StorageError("cannot delete", errno=errno.EIO)
+                raise StorageTransientError("cannot delete")
             return delete(*args)
 
-        saving.write_part, lineage.put_mark, retention._delete = write, put_mark, _delete
+        attempt.write_part, leaving_mark.put_mark, retention._delete = write, put_mark, _delete
 
 
 def hexed(value):
@@ -200,7 +198,7 @@ if SIZE > 1:
 
 
 class Data(Dataset):
-    """As what it wraps, but a look at it may fail once the news have come."""
+    """As what it wraps, but a look at it may fail once the notice has come."""
 
     def __init__(self, data):
         self.data = data
@@ -317,7 +315,7 @@ def before(step):
     if is_odd("fd taken") and step == 7:
         signal.set_wakeup_fd(-1)
     if is_odd("replaced already") and step == 5:
-        later = migrator._life._generation.number + 1
+        later = migrator._session._generation.number + 1
         Path(os.environ["MIGRATOR_CKPT"], "default", "generations", f"{later:06d}.from").write_text('{"from": null}')
     if is_odd("nonsense") and step == 7:
         Path(os.environ.get("MIGRATION_SIGNAL_PATH", os.environ.get("MIGRATOR_SIGNAL"))).write_text("nonsense\n")
@@ -343,7 +341,7 @@ def behind(step):
         print("saved", migrator.save_ckpt())
         print("saved", migrator.save_ckpt())
     if is_odd("failing part") and step == 11:
-        faults.in_part.append(errno.ENOSPC)
+        faults.in_part.append(StorageFullError)
         try:
             print("saved", migrator.save_ckpt())
         except SaveFailed as error:
@@ -360,7 +358,7 @@ def at_last():
         event, _, times = os.environ["AWAIT"].partition(":")
         wait_until(has_logged(event, int(times)), at_most_s=5)
     if is_odd("failing last part"):
-        faults.in_part.append(errno.EIO)
+        faults.in_part.append(StorageTransientError)
     if is_odd("no directory"):
         place = Path(os.environ.get("MIGRATION_SIGNAL_PATH", os.environ.get("MIGRATOR_SIGNAL"))).parent
         shutil.rmtree(place)

@@ -41,7 +41,7 @@ def moment(name):
         aside = file.with_name("aside")
         aside.write_text(f"save\nrequest=r-1\ndeadline={time.time() + 20}\n")
         aside.rename(file)
-    while not migrator._life.is_leaving:  # from then on no step begins
+    while not migrator._session.is_leaving:  # from then on no step begins
         time.sleep(0.0005)
 
 

@@ -95,16 +95,16 @@ def ask(deadline_s=20.0, request="r-1"):
 def stop():
     """SIGTERM, here and now; goes on as soon as no further step can begin."""
     os.kill(os.getpid(), signal.SIGTERM)
-    await_news()
+    await_notice()
 
 
 def stop_by_file():
     ask()
-    await_news()
+    await_notice()
 
 
-def await_news():
+def await_notice():
     end_s = time.monotonic() + LONG_S
-    while not migrator._life.is_leaving:
+    while not migrator._session.is_leaving:
         assert time.monotonic() < end_s
         time.sleep(0.0005)

@@ -41,7 +41,7 @@ def tell(*words):
 def stay(*, for_good):
     """Until the ranks leave; for good: a stop has to get this rank out of here."""
     end_s = time.monotonic() + LONG_S
-    while for_good or not migrator._life.is_leaving:
+    while for_good or not migrator._session.is_leaving:
         assert time.monotonic() < end_s
         time.sleep(0.002)
 
@@ -115,7 +115,7 @@ for name, value in {
 migrator.listening(every=os.environ.get("MIGRATOR_EVERY", "off"))
 if os.environ.get("BLIND") == "yes":
     for name in ("_keep_earlier", "_turns"):
-        look_away(migrator._life.gate, name)
+        look_away(migrator._session.gate, name)
 if migrator.resume:
     migrator.load_ckpt()
 print("resumed", state["step"])

@@ -5,7 +5,7 @@ The gradients are added up by hand, all tensors are small and yet shared out. Ea
 
 HOLD (`5:drawn`) is a place where the ranks HOLD_RANK wait until the file `go` is there: `drawn`, before the gradients
 are added up; `reduced`, after that; `stepped`, behind the step; and `after`, behind the last step, which is UNTIL.
-They have said `held`. RAISE and RAISE_RANK name where ranks raise, after SIGTERM if RAISE_NEWS is set. WRITE_RANK
+They have said `held`. RAISE and RAISE_RANK name where ranks raise, after SIGTERM if RAISE_NOTICE is set. WRITE_RANK
 waits for `go` before it writes a share, WROTE_RANK for ever after its record is written. ALONE leaves the gradients
 as they are. EMA_RANK evaluates with other weights from `5:drawn` on, until `go`.
 """
@@ -22,12 +22,12 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from migrator import ElasticSampler, migrator
-from migrator.save import attempt as saving
-from migrator.ranks import shares as sharing
+from migrator.ranks import shares
+from migrator.save import attempt
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 LONG_S = 60
-sharing.SHARE_BYTES = 300
+shares.SHARE_BYTES = 300
 
 
 def is_me(name):
@@ -50,9 +50,9 @@ def at(place):
         print("held")
         go()
     if os.environ.get("RAISE") == place and is_me("RAISE_RANK"):
-        if "RAISE_NEWS" in os.environ:
+        if "RAISE_NOTICE" in os.environ:
             os.kill(os.getpid(), signal.SIGTERM)
-            wait_until(lambda: migrator._life.is_leaving)
+            wait_until(lambda: migrator._session.is_leaving)
         print("raises")
         raise RuntimeError("asked to raise")
     if place == "5:drawn" and is_me("EMA_RANK"):
@@ -70,7 +70,7 @@ def digest():
     return hashlib.sha256(repr(([p.tolist() for p in model.parameters()], moments)).encode()).hexdigest()[:16]
 
 
-write_part, put = saving.write_part, sharing.OnStorage.put
+write_part, put = attempt.write_part, shares.OnStorage.put
 
 
 def write_part_late(storage, path, *args, **named):
@@ -87,7 +87,7 @@ def put_and_hang(self, ckpt, rank, data):
         time.sleep(LONG_S)
 
 
-saving.write_part, sharing.OnStorage.put = write_part_late, put_and_hang
+attempt.write_part, shares.OnStorage.put = write_part_late, put_and_hang
 
 if SIZE > 1:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=LONG_S))

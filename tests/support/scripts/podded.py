@@ -20,6 +20,8 @@ import os
 import time
 from pathlib import Path
 
+from migrator.storage import file_io
+
 LONG_S = 60
 """Longer than any test waits: whoever sits this out fails."""
 ROOT = Path(os.environ["MIGRATOR_CKPT"])
@@ -62,9 +64,9 @@ import torch  # noqa: E402
 from torch import distributed, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from migrator import ElasticSampler, migrator, storage  # noqa: E402
-from migrator.storage import file_io as blocks
-from migrator.save import attempt as saving
+from migrator import ElasticSampler, migrator  # noqa: E402
+from migrator.save import attempt  # noqa: E402
+from migrator.storage import posix  # noqa: E402
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
@@ -77,7 +79,7 @@ def keep_pace(step):
         wait_until(lambda: any(ROOT.glob(f"*/*-{step - 1:012d}/manifest.json")))
 
 
-write_part, write_all = saving.write_part, blocks.write_all
+write_part, write_all = attempt.write_part, file_io.write_all
 
 
 def write_part_late(*args, **named):
@@ -94,9 +96,9 @@ def write_slowly(self, buffers):
             time.sleep(0.05)
 
 
-saving.write_part = write_part_late
+attempt.write_part = write_part_late
 if "MB_PER_S" in os.environ:
-    storage.PartFile.write = write_slowly
+    posix.PosixUpload.write = write_slowly
 
 
 def digest(*values):

@@ -54,7 +54,7 @@ def moment(name):
         aside.write_text(f"save\nrequest=r-1\ndeadline={time.time() + 20}\n")
         aside.rename(file)
     end_s = time.monotonic() + LONG_S
-    while not migrator._life.is_leaving:  # from then on no step begins but one that others have begun
+    while not migrator._session.is_leaving:  # from then on no step begins but one that others have begun
         assert time.monotonic() < end_s
         time.sleep(0.0005)
 

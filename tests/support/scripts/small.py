@@ -54,7 +54,7 @@ while metrics["step"] < steps:
         time.sleep(number("EVERY_STEP_S", 0))
         if metrics["step"] == number("STOP_AT", -1):
             os.kill(os.getpid(), signal.SIGTERM)
-            while not migrator._life.is_leaving:  # the watcher has it: no step begins any more
+            while not migrator._session.is_leaving:  # the watcher has it: no step begins any more
                 time.sleep(0.0005)
         if metrics["step"] == number("CRASH_AT", -1):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from migrator import ElasticSampler, SaveFailed, migrator
-from migrator.storage import posix as storage
+from migrator.storage import posix_calls
 
 PHASE = os.environ.get("PHASE", "")
 SAVE_AT = int(os.environ.get("SAVE_AT", "0"))
@@ -52,7 +52,7 @@ class Numbered(threading.local):
 
 
 if "NAMES" in os.environ:
-    storage.uuid = Numbered()
+    posix_calls.uuid = Numbered()
 
 
 def begins(name):
@@ -92,13 +92,13 @@ def save():
 def leave():
     begins("leaving")
     os.kill(os.getpid(), signal.SIGTERM)
-    while not migrator._life.is_leaving:  # the watcher has it: no step begins any more
+    while not migrator._session.is_leaving:  # the watcher has it: no step begins any more
         time.sleep(0.0005)
 
 
 def be_saved():
     """A tracer makes the saving thread slow: it might be late for this safe point, and save the next one."""
-    while migrator._life.gate.is_due:
+    while migrator._session.gate.is_due:
         time.sleep(0.0005)
 
 

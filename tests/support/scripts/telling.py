@@ -136,7 +136,7 @@ for _ in migrator.batches(loader):
     for _ in range(3 if KIND == "several" else 1):
         for optimizer in optimizers:
             change(optimizer, step)
-            assert migrator._life.gate.phase.name == "DIRTY", "the gate did not see this step"
+            assert migrator._session.gate.phase.name == "DIRTY", "the gate did not see this step"
     for optimizer in optimizers:
         optimizer.param_groups[0]["told"] = step
     metrics["tells"] = state()

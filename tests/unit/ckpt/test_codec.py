@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from migrator.errors import CkptCorrupt, RegistrationError
 from migrator.ckpt.codec import DTYPES, MAX_DEPTH, Stored, decode, encode, scan
+from migrator.errors import CkptCorrupt, RegistrationError
 
 
 def there_and_back(value: Any) -> Any:

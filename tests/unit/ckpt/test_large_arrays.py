@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from migrator.ckpt import manifest
-from migrator.ckpt import codec as tree
-from migrator.errors import CkptCorrupt
+from migrator.ckpt import codec, manifest
 from migrator.ckpt.codec import LARGE_ARRAY, StoredArray
+from migrator.errors import CkptCorrupt
 from tests.unit.state.test_adapters import Volume
 
 
@@ -59,7 +58,7 @@ def test_numbers_are_tensors_to_other_programs(volume: Volume) -> None:
 
 def test_an_array_larger_than_any_manifest_is_saved(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused by every save."""
-    monkeypatch.setattr(manifest, "LIMIT", 100_000)
+    monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 100_000)
     saved, live = np.random.default_rng(1).random(20_000), np.zeros(20_000)
     volume.load(volume.save(array=saved), array=live)
     assert live.tobytes() == saved.tobytes()
@@ -81,11 +80,11 @@ def test_the_order_in_memory_stays(volume: Volume, size: int) -> None:
 def test_what_changes_after_the_safe_point_is_a_copy(volume: Volume) -> None:
     """Arrays change anywhere in the loop; the tensor in the part is the copy."""
     saved = np.ones(5000)
-    node = tree.encode(saved, put=lambda tensor, path: None, path="x")
+    node = codec.encode(saved, put=lambda tensor, path: None, path="x")
     assert "v" in node
 
     kept: list[Any] = []
-    node = tree.encode(saved, put=lambda tensor, path: kept.append(tensor) or "here", path="x")
+    node = codec.encode(saved, put=lambda tensor, path: kept.append(tensor) or "here", path="x")
     assert node == {"!": "array", "dtype": "<f8", "shape": [5000], "stored": "here"}
     saved[0] = 7
     assert kept[0][0] == 7, "nothing is copied a second time"
@@ -94,7 +93,7 @@ def test_what_changes_after_the_safe_point_is_a_copy(volume: Volume) -> None:
 def test_only_large_ones_leave_the_manifest() -> None:
     """States of generators stay readable."""
     for size, is_stored in ((LARGE_ARRAY, False), (LARGE_ARRAY + 1, True)):
-        node = tree.encode(np.zeros(size, dtype="u1"), put=lambda tensor, path: "x", path="x")
+        node = codec.encode(np.zeros(size, dtype="u1"), put=lambda tensor, path: "x", path="x")
         assert ("stored" in node) == is_stored
 
 
@@ -120,14 +119,14 @@ GOOD = {"!": "array", "dtype": "<f8", "shape": [2, 3], "stored": "x"}
 )
 def test_arrays_that_no_save_writes_are_corrupt(change: dict[str, Any]) -> None:
     """Nothing but what this package writes is read."""
-    assert isinstance(tree.decode(GOOD, get=lambda stored: stored), StoredArray)
+    assert isinstance(codec.decode(GOOD, get=lambda stored: stored), StoredArray)
     with pytest.raises(CkptCorrupt):
-        tree.decode({**GOOD, **change}, get=lambda stored: stored)
+        codec.decode({**GOOD, **change}, get=lambda stored: stored)
 
 
 def test_text_that_is_none_is_corrupt() -> None:
     """numpy takes any four bytes for a character."""
     node = {"!": "array", "dtype": "<U1", "shape": [1], "stored": "x"}
-    stored = tree.decode(json.loads(json.dumps(node)), get=lambda stored: stored)
+    stored = codec.decode(json.loads(json.dumps(node)), get=lambda stored: stored)
     with pytest.raises(CkptCorrupt):
         stored.array(torch.full((4,), 255, dtype=torch.uint8))

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from tests.golden.make import OPTIMIZERS, STEPS, make, train, weights
+from tests.support.harness import ROOT
 from tests.unit.state.test_adapters import Volume
 
-GOLDEN = sorted(Path(__file__).parent.glob("golden/torch-*"))
+GOLDEN = sorted((ROOT / "tests" / "golden").glob("torch-*"))
 
 
 @pytest.fixture

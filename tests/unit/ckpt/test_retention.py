@@ -13,43 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from migrator.errors import CkptCorrupt
-from migrator.ckpt.generations import Generation, ckpts, claim, mark_leaving, unmark_leaving, whole
-from migrator.ckpt.manifest import Manifest, ckpt_name, part_name
-from migrator.ckpt.tensor_file import read_part, write_part
+from migrator.ckpt import catalog, retention
+from migrator.ckpt.catalog import ckpts, whole
+from migrator.ckpt.generations import Generation, claim
+from migrator.ckpt.leaving_mark import is_leaving, unmark_leaving
+from migrator.ckpt.names import GENERATIONS, MANIFEST, ckpt_name, part_name
 from migrator.ckpt.retention import retire
-from migrator.storage.posix import LocalStorage
+from migrator.ckpt.sealed import seal
+from migrator.ckpt.tensor_file import read_part
+from migrator.errors import CkptCorrupt, StorageError
+from migrator.storage.posix import PosixStorage
 from tests.support import chance
+from tests.support.volume import ASIDE, Calls, live, mark_leaving, names_in, save, stamped, written
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path, "job")
+def storage(tmp_path: Path) -> PosixStorage:
+    return PosixStorage(tmp_path, "job")
 
 
-def live(storage: LocalStorage, *, fresh: bool = False) -> Generation:
-    return claim(storage, fresh=fresh, about={})
-
-
-def write(storage: LocalStorage, generation: int, step: int) -> Manifest:
-    name = ckpt_name(generation, step)
-    part = write_part(storage, f"{name}/{part_name(0, 1)}", {"w": torch.full((3,), float(step))})
-    return Manifest(generation, step, "job", 1, (part,), {})
-
-
-def save(storage: LocalStorage, generation: int, step: int) -> str:
-    manifest = write(storage, generation, step)
-    storage.put(f"{manifest.ckpt}/manifest.json", manifest.to_bytes(), exclusive=True)
-    return manifest.ckpt
-
-
-def directories(storage: LocalStorage) -> list[str]:
+def directories(storage: PosixStorage) -> list[str]:
     return [name for name in storage.list() if name != "generations"]
 
 
-def test_the_newest_are_kept(storage: LocalStorage) -> None:
+def test_the_newest_are_kept(storage: PosixStorage) -> None:
     """`keep` of them, and what was deleted is said, oldest first."""
     life = live(storage)
     names = [save(storage, 1, step) for step in (10, 20, 30, 40)]
@@ -59,14 +47,14 @@ def test_the_newest_are_kept(storage: LocalStorage) -> None:
     assert all(whole(storage, name) for name in names[2:])
 
 
-def test_at_least_one_is_kept_whatever_is_asked(storage: LocalStorage) -> None:
+def test_at_least_one_is_kept_whatever_is_asked(storage: PosixStorage) -> None:
     """The last ckpt is never superfluous."""
     life = live(storage)
     names = [save(storage, 1, step) for step in (10, 20)]
     assert retire(storage, life, keep=0) == names[:1]
 
 
-def test_what_is_not_whole_does_not_count(storage: LocalStorage) -> None:
+def test_what_is_not_whole_does_not_count(storage: PosixStorage) -> None:
     """Two whole ones are kept beside a torn one; the torn one goes when it is older than both."""
     life = live(storage)
     names = [save(storage, 1, step) for step in (10, 20, 30, 40)]
@@ -77,7 +65,7 @@ def test_what_is_not_whole_does_not_count(storage: LocalStorage) -> None:
     assert directories(storage) == names[3:]
 
 
-def test_what_was_found_corrupt_does_not_count(storage: LocalStorage) -> None:
+def test_what_was_found_corrupt_does_not_count(storage: PosixStorage) -> None:
     """Its sizes are right, but while loading a digest was not: the one before it is the one that works."""
     earlier = live(storage)
     good, bad = save(storage, earlier.number, 10), save(storage, earlier.number, 20)
@@ -89,7 +77,7 @@ def test_what_was_found_corrupt_does_not_count(storage: LocalStorage) -> None:
     assert directories(storage) == [first, second]
 
 
-def test_too_few_whole_ones_delete_nothing(storage: LocalStorage) -> None:
+def test_too_few_whole_ones_delete_nothing(storage: PosixStorage) -> None:
     """Torn ones might still be worth something to somebody."""
     life = live(storage)
     names = [save(storage, 1, step) for step in (10, 20, 30)]
@@ -99,7 +87,7 @@ def test_too_few_whole_ones_delete_nothing(storage: LocalStorage) -> None:
     assert directories(storage) == names
 
 
-def test_who_sees_a_later_life_deletes_nothing(storage: LocalStorage) -> None:
+def test_who_sees_a_later_life_deletes_nothing(storage: PosixStorage) -> None:
     """It may be the one that was thought dead; the later life may be loading just now."""
     life = live(storage)
     names = [save(storage, 1, step) for step in (10, 20, 30)]
@@ -108,14 +96,14 @@ def test_who_sees_a_later_life_deletes_nothing(storage: LocalStorage) -> None:
     assert directories(storage) == names
 
 
-def test_a_life_that_is_behind_another_one_deletes_only_its_own(storage: LocalStorage) -> None:
+def test_a_life_that_is_behind_another_one_deletes_only_its_own(storage: PosixStorage) -> None:
     """The other one has come further, and is what the next life goes on from. Once this one has, the rest goes."""
     for _ in range(2):
         live(storage)
     real = [save(storage, 2, step) for step in (500, 600)]
     doomed = live(storage)
     torn = ckpt_name(2, 550)
-    write(storage, 2, 550)
+    written(storage, 2, 550)
     names = [save(storage, 3, step) for step in (510, 520, 530)]
     assert retire(storage, doomed, keep=2) == names[:1]
     assert directories(storage) == sorted([*real, torn, *names[1:]])
@@ -124,7 +112,7 @@ def test_a_life_that_is_behind_another_one_deletes_only_its_own(storage: LocalSt
     assert directories(storage) == [real[1], names[3]]
 
 
-def test_the_first_commit_retires_what_earlier_lives_left(storage: LocalStorage) -> None:
+def test_the_first_commit_retires_what_earlier_lives_left(storage: PosixStorage) -> None:
     """Not the claim of a number, not the load: only when there is something newer."""
     old = [save(storage, live(storage).number, 10 * i) for i in (1, 2, 3)]
     life = live(storage)
@@ -134,10 +122,10 @@ def test_the_first_commit_retires_what_earlier_lives_left(storage: LocalStorage)
     assert directories(storage) == [old[2], new]
 
 
-def test_nothing_of_an_earlier_life_goes_while_one_may_still_be_leaving(storage: LocalStorage) -> None:
+def test_nothing_of_an_earlier_life_goes_while_one_may_still_be_leaving(storage: PosixStorage) -> None:
     """What it is writing must not vanish under it; our own is ours to delete."""
     old = [save(storage, live(storage).number, 10 * i) for i in (1, 2)]
-    write(storage, 2, 25)
+    written(storage, 2, 25)
     mark_leaving(storage, 2, 30)
     life = live(storage)
     mine = [save(storage, 3, step) for step in (30, 40)]
@@ -147,18 +135,18 @@ def test_nothing_of_an_earlier_life_goes_while_one_may_still_be_leaving(storage:
     assert retire(storage, life, keep=1) == [*old, ckpt_name(2, 25)]
 
 
-def test_other_lineages_are_never_touched(storage: LocalStorage) -> None:
+def test_other_lineages_are_never_touched(storage: PosixStorage) -> None:
     """Committed or not."""
     live(storage)
     theirs = [save(storage, 1, step) for step in (10, 20, 30)]
-    write(storage, 1, 40)
+    written(storage, 1, 40)
     life = live(storage, fresh=True)
     mine = [save(storage, 2, step) for step in (1, 2, 3)]
     assert retire(storage, life, keep=1) == mine[:2]
     assert directories(storage) == [*theirs, ckpt_name(1, 40), mine[2]]
 
 
-def test_what_an_unreadable_record_makes_uncertain_is_kept(storage: LocalStorage) -> None:
+def test_what_an_unreadable_record_makes_uncertain_is_kept(storage: PosixStorage) -> None:
     """It may be another lineage's."""
     live(storage)
     theirs = save(storage, 1, 10)
@@ -171,12 +159,12 @@ def test_what_an_unreadable_record_makes_uncertain_is_kept(storage: LocalStorage
     assert theirs in directories(storage)
 
 
-def test_what_was_never_committed_is_swept(storage: LocalStorage) -> None:
+def test_what_was_never_committed_is_swept(storage: PosixStorage) -> None:
     """Leftovers of thrown away attempts, of this life and earlier ones, hidden files too."""
     live(storage)
-    write(storage, 1, 5)
+    written(storage, 1, 5)
     life = live(storage)
-    write(storage, 2, 10)
+    written(storage, 2, 10)
     storage.put(f"{ckpt_name(2, 11)}/.part.tmp", b"", exclusive=True)
     storage.make_directory(ckpt_name(2, 12))
     name = save(storage, 2, 20)
@@ -184,10 +172,10 @@ def test_what_was_never_committed_is_swept(storage: LocalStorage) -> None:
     assert directories(storage) == [name]
 
 
-def test_what_had_come_further_is_not_swept_until_it_is_passed(storage: LocalStorage) -> None:
+def test_what_had_come_further_is_not_swept_until_it_is_passed(storage: PosixStorage) -> None:
     """Its writer may live after all, and commit it this very moment: then it is what the next life goes on from."""
     live(storage)
-    write(storage, 1, 50)
+    written(storage, 1, 50)
     life = live(storage)
     names = [save(storage, 2, step) for step in (20, 30)]
     assert retire(storage, life, keep=1) == names[:1]
@@ -197,20 +185,19 @@ def test_what_had_come_further_is_not_swept_until_it_is_passed(storage: LocalSto
     assert directories(storage) == [names[2]]
 
 
-def test_what_is_being_written_is_not_swept(storage: LocalStorage) -> None:
-    """Neither by its name nor by its place above the newest commit."""
+def test_what_is_being_written_is_not_swept(storage: PosixStorage) -> None:
+    """Its place is above the newest commit."""
     life = live(storage)
-    write(storage, 1, 10)
     save(storage, 1, 20)
-    write(storage, 1, 30)
-    assert retire(storage, life, keep=1, current=ckpt_name(1, 10)) == []
-    assert directories(storage) == [ckpt_name(1, step) for step in (10, 20, 30)]
+    written(storage, 1, 30)
+    assert retire(storage, life, keep=1) == []
+    assert directories(storage) == [ckpt_name(1, step) for step in (20, 30)]
 
 
-def test_what_another_rank_may_be_about_to_commit_is_not_swept(storage: LocalStorage) -> None:
+def test_what_another_rank_may_be_about_to_commit_is_not_swept(storage: PosixStorage) -> None:
     """Leaving, two ranks may each save a step of their own; committed ones are retired all the same."""
     life = live(storage)
-    old, newer = save(storage, 1, 10), write(storage, 1, 15).ckpt
+    old, newer = save(storage, 1, 10), written(storage, 1, 15).ckpt
     newest = save(storage, 1, 20)
 
     assert retire(storage, life, keep=1, sweeps=False) == [old]
@@ -218,7 +205,7 @@ def test_what_another_rank_may_be_about_to_commit_is_not_swept(storage: LocalSto
 
 
 def test_failures_are_told_and_not_raised(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The ckpt is safe; that an old one takes up room is no reason to end anything."""
     life = live(storage)
@@ -235,7 +222,7 @@ def test_failures_are_told_and_not_raised(
 
 
 def test_nothing_goes_before_what_stays_is_durable(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A commit whose directory could not be synced can be listed and still be lost in a node crash."""
     life = live(storage)
@@ -369,7 +356,7 @@ class Disk:
         Path(to).write_bytes(data[: len(data) // 2] if is_torn else data)
 
 
-def story(storage: LocalStorage, safe: list[str]) -> None:
+def story(storage: PosixStorage, safe: list[str]) -> None:
     """Two lives that save, commit and retire; `safe` gets the name of each commit that was reported."""
     for number, steps in ((1, (10, 20, 30)), (2, (40, 50))):
         life = live(storage)
@@ -381,7 +368,7 @@ def story(storage: LocalStorage, safe: list[str]) -> None:
             retire(storage, life, keep=1)
 
 
-def assert_nothing_is_lost(storage: LocalStorage, safe: list[str], steps: list[str]) -> None:
+def assert_nothing_is_lost(storage: PosixStorage, safe: list[str], steps: list[str]) -> None:
     """What was reported as committed is there or something newer is, and whatever is there is whole."""
     life = live(storage)
     found = ckpts(storage, life.lineage)
@@ -404,7 +391,7 @@ def run_story(base: Path, cut_at: int, *, obeys: bool = True) -> tuple[Disk, lis
     disk, safe = Disk(base / "disk", cut_at, obeys), []
     with pytest.MonkeyPatch.context() as patch, disk.plugged_in(patch, base / "saved"):
         try:
-            story(LocalStorage(base / "disk", "job"), safe)
+            story(PosixStorage(base / "disk", "job"), safe)
         except Cut:
             pass
     return disk, safe
@@ -417,19 +404,19 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     for cut_at in range(total):
         base = tmp_path / str(cut_at)
         safe = run_story(base, cut_at)[1]
-        assert_nothing_is_lost(LocalStorage(base / "disk", "job"), safe, STEPS)
+        assert_nothing_is_lost(PosixStorage(base / "disk", "job"), safe, STEPS)
         shutil.rmtree(base)
 
 
 def test_a_power_cut_at_any_moment_loses_nothing(tmp_path: Path) -> None:
     """The node dies: bytes and names that were not synced are there, or half there, or not."""
     total = run_story(tmp_path / "whole", 1 << 30)[0].count
-    for cut_at in chance.some("power cuts", range(total), 0.4):
+    for cut_at in chance.some("power cuts", range(total), 0.3):
         base = tmp_path / str(cut_at)
         disk, safe = run_story(base, cut_at)
         for i, lost in enumerate(disk.losses()):
             disk.image(base / f"image{i}", lost)
-            assert_nothing_is_lost(LocalStorage(base / f"image{i}", "job"), safe, STEPS)
+            assert_nothing_is_lost(PosixStorage(base / f"image{i}", "job"), safe, STEPS)
         shutil.rmtree(base)
 
 
@@ -442,7 +429,181 @@ def test_the_disk_of_these_tests_does_forget(tmp_path: Path) -> None:
         disk, safe = run_story(base, cut_at, obeys=False)
         disk.image(base / "image", disk.losses()[0])
         try:
-            assert_nothing_is_lost(LocalStorage(base / "image", "job"), safe, STEPS)
+            assert_nothing_is_lost(PosixStorage(base / "image", "job"), safe, STEPS)
         except (AssertionError, CkptCorrupt):
             lost += 1
     assert lost > total // 20
+
+
+# --- what is swept, and when
+
+
+@pytest.mark.parametrize("place", ["", f"{GENERATIONS}/"])
+def test_what_dead_writers_left_aside_is_swept(storage: PosixStorage, place: str) -> None:
+    """What is from before this life began; what came with it or after may be another life's that begins right now."""
+    ours = live(storage)
+    save(storage, 1, 10)
+    before = stamped(storage, f"{place}{ASIDE}", later_than=1, by_s=-1)
+    at = stamped(storage, f"{place}.b{ASIDE}", later_than=1, by_s=0)
+    after = stamped(storage, f"{place}.c{ASIDE}", later_than=1, by_s=1)
+    retire(storage, ours, keep=1, sweeps=False)
+    assert before.exists()
+    retire(storage, ours, keep=1)
+    assert (before.exists(), at.exists(), after.exists()) == (False, True, True)
+
+
+def test_a_ckpt_that_was_being_deleted_is_swept(storage: PosixStorage) -> None:
+    """It is a directory, with files in it."""
+    ours = live(storage)
+    save(storage, 1, 10)
+    (storage.directory / ASIDE).mkdir()
+    (storage.directory / ASIDE / "part").touch()
+    stamped(storage, ASIDE, later_than=1, by_s=-1)
+    retire(storage, ours, keep=1)
+    assert storage.leftovers() == []
+
+
+def test_marks_that_are_over_are_swept(storage: PosixStorage) -> None:
+    """Those of earlier lives of this lineage; not its own, and not those of others."""
+    live(storage)
+    live(storage)
+    ours = claim(storage, fresh=True, about={})
+    for number in (1, 3):
+        mark_leaving(storage, number, 30.0)
+    later = live(storage)
+    mark_leaving(storage, 4, 30.0)
+    stamped(storage, f"{GENERATIONS}/000003.leaving", later_than=4, by_s=-1e6)
+    assert not is_leaving(storage, 3)
+    save(storage, 4, 10)
+    retire(storage, later, keep=1)
+    assert ours.lineage == (3,)
+    assert [name for name in storage.list(GENERATIONS) if name.endswith(".leaving")] == [
+        "000001.leaving",
+        "000004.leaving",
+    ]
+
+
+def test_of_a_ckpt_only_what_its_manifest_names_is_kept(storage: PosixStorage) -> None:
+    """Of all but the newest, in which somebody may still be writing; what is none of ours is not touched."""
+    ours = live(storage)
+    names = [save(storage, 1, step) for step in (10, 20)]
+    mine = {MANIFEST, part_name(0, 1)}
+    more = {part_name(0, 1, rank=3), "rank-00001.json", ASIDE}
+    for name in names:
+        for file in (*more, "notes.txt"):
+            (storage.directory / name / file).touch()
+    assert retire(storage, ours, keep=2) == []
+    assert set(names_in(storage.directory / names[0])) == {*mine, "notes.txt"}
+    assert set(names_in(storage.directory / names[1])) == {*mine, *more, "notes.txt"}
+
+
+def test_a_ckpt_of_a_life_that_may_still_be_saving_is_not_swept(storage: PosixStorage) -> None:
+    """A rank of it may be about to write what it found missing."""
+    live(storage)
+    old = save(storage, 1, 10)
+    (storage.directory / old / ASIDE).touch()
+    mark_leaving(storage, 1, 30.0)
+    ours = live(storage)
+    save(storage, 2, 20)
+    retire(storage, ours, keep=2)
+    assert ASIDE in names_in(storage.directory / old)
+    assert storage.list(GENERATIONS).count("000001.leaving") == 1
+
+
+def test_a_ckpt_of_a_newer_version_counts_and_is_not_swept(storage: PosixStorage) -> None:
+    """It cannot be judged here: it is neither corrupt nor a reason to keep one more."""
+    ours = live(storage)
+    names = [save(storage, 1, step) for step in (10, 20, 30)]
+    newer = seal("manifest", {"format": 3})
+    (storage.directory / names[1] / MANIFEST).write_bytes(newer)
+    (storage.directory / names[1] / ASIDE).touch()
+    assert retire(storage, ours, keep=2) == names[:1]
+    assert ASIDE in names_in(storage.directory / names[1])
+
+
+def begins_at(monkeypatch: pytest.MonkeyPatch, storage: PosixStorage, function: str, *, before: bool) -> None:
+    """Another life of the job begins just before, or just after, retention has called this."""
+    real = getattr(retention, function)
+    begun: list[Generation] = []
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        if before and not begun:
+            begun.append(live(storage))
+        found = real(*arguments, **more)
+        if not begun:
+            begun.append(live(storage))
+        return found
+
+    monkeypatch.setattr(retention, function, call)
+
+
+def test_a_life_that_begins_meanwhile_ends_the_deleting(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be loading what was superfluous a moment ago: not even what is aside goes then."""
+    ours = live(storage)
+    names = [save(storage, 1, step) for step in (10, 20, 30)]
+    hidden = stamped(storage, ASIDE, later_than=1, by_s=-1)
+    begins_at(monkeypatch, storage, "_delete", before=False)
+    assert retire(storage, ours, keep=1) == names[:1]
+    assert hidden.exists()
+    assert catalog.ckpts(storage, (1,)) == names[:0:-1]
+
+
+def test_a_life_that_begins_meanwhile_ends_the_sweeping(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if there was nothing to delete."""
+    ours = live(storage)
+    save(storage, 1, 10)
+    hidden = stamped(storage, ASIDE, later_than=1, by_s=-1)
+    begins_at(monkeypatch, storage, "_superfluous", before=True)
+    assert retire(storage, ours, keep=1) == []
+    assert hidden.exists()
+
+
+def test_a_ckpt_is_deleted_manifest_first_and_for_good(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is durable before the next one, the last one too."""
+    ours = live(storage)
+    first, second = save(storage, 1, 10), save(storage, 1, 20)
+    with monkeypatch.context() as patch:
+        calls = Calls(patch)
+        retire(storage, ours, keep=1)
+    assert calls.made == [
+        ("fsync", second),
+        ("fsync", "job"),
+        ("unlink", MANIFEST),
+        ("fsync", first),
+        ("rename", "aside"),
+        ("fsync", "job"),
+        ("unlink", part_name(0, 1)),
+        ("rmdir", "aside"),
+        ("fsync", "job"),
+    ]
+
+
+def test_where_nothing_was_deleted_nothing_is_said_and_nothing_synced(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs after each commit: a sync more each time would be paid by each of them."""
+    ours = live(storage)
+    name = save(storage, 1, 10)
+    with monkeypatch.context() as patch, caplog.at_level("INFO", "migrator"):
+        calls = Calls(patch)
+        retire(storage, ours, keep=1)
+    assert calls.made == [("fsync", name), ("fsync", "job")]
+    assert caplog.messages == []
+
+
+def test_what_lies_in_the_way_of_a_sync_is_told(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last sync fails: what is gone is said to be gone, and nothing is raised."""
+    ours = live(storage)
+    names = [save(storage, 1, step) for step in (10, 20)]
+
+    def sync(of: PosixStorage, name: str = "") -> None:
+        if not storage.list(names[0]) and not name:
+            raise StorageError("it does not sync")
+
+    monkeypatch.setattr(PosixStorage, "make_durable", sync)
+    with caplog.at_level("INFO", "migrator"):
+        assert retire(storage, ours, keep=1) == names[:1]
+    assert "it does not sync" in caplog.text
+    assert "retired" in caplog.text

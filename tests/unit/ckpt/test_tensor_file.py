@@ -19,34 +19,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.storage import file_io as blocks
-from migrator.ckpt import tensor_file as parts
-from migrator.storage.file_io import Digest, block_count, block_digest, digest_of_blocks, memory, read_all, write_all
-from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError
-from migrator.ckpt.tensor_file import Layout, PartRecord, digest_of, read_part, write_part
-from migrator.storage.posix import LocalStorage
+from migrator.ckpt import digests, tensor_file
 from migrator.ckpt.codec import DTYPES
+from migrator.ckpt.digests import Digest, block_count, block_digest, digest_of_blocks
+from migrator.ckpt.part_record import PartRecord
+from migrator.ckpt.tensor_file import Layout, digest_of, memory, read_part, write_part
+from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError, StorageForeignError
+from migrator.storage import file_io
+from migrator.storage.file_io import read_all, write_all
+from migrator.storage.posix import PosixReader, PosixStorage
 
 CKPT = "000001-000000000001"
 PART = f"{CKPT}/part-00000-of-00001.safetensors"
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> LocalStorage:
-    return LocalStorage(tmp_path, "job")
+def storage(tmp_path: Path) -> PosixStorage:
+    return PosixStorage(tmp_path, "job")
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """All sizes a few thousand times smaller, so that small tensors take many blocks, groups and slices."""
-    for module in (blocks, parts):
+    for module in (digests, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 1000)
-    monkeypatch.setattr(parts, "GROUP", 700)
-    monkeypatch.setattr(parts, "SLICE", 2800)
+    monkeypatch.setattr(tensor_file, "GROUP", 700)
+    monkeypatch.setattr(tensor_file, "SLICE", 2800)
     return 1000
 
 
-def path_of(storage: LocalStorage) -> Path:
+def path_of(storage: PosixStorage) -> Path:
     return storage.directory / PART
 
 
@@ -109,10 +111,10 @@ def stingy(call: Callable[..., int], most: int) -> Callable[..., int]:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.binary(max_size=20), max_size=12), st.integers(0, 9), st.integers(1, 30))
 def test_calls_that_move_only_a_part_are_gone_on_with(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], offset: int, most: int
+    new_directory: Callable[[], Path], pieces: list[bytes], offset: int, most: int
 ) -> None:
     """What one call leaves undone the next one does, in the right place."""
-    path = tmp_path_factory.mktemp("raw") / "file"
+    path = new_directory() / "file"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwritev", stingy(os.pwritev, most))
@@ -172,7 +174,7 @@ def test_a_failure_is_told_at_once_and_not_tried_again(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("size", [1, 9, 10, 11, 20, 35])
 def test_a_buffer_larger_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """A call moves so much at most, and that much it does move."""
-    monkeypatch.setattr(blocks, "_CALL_MAX", 10)
+    monkeypatch.setattr(file_io, "_CALL_MAX", 10)
     real, moved = os.pwritev, []
 
     def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
@@ -190,11 +192,21 @@ def test_a_buffer_larger_than_one_call_moves(tmp_path: Path, monkeypatch: pytest
 
 def test_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
     """Not an endless loop, and not zeros."""
-    (tmp_path / "file").write_bytes(b"abc")
-    fd = os.open(tmp_path / "file", os.O_RDONLY)
-    with pytest.raises(CkptCorrupt, match="byte 3"):
-        read_all(fd, [memoryview(bytearray(4))], 0)
-    os.close(fd)
+    storage = PosixStorage(tmp_path, "job")
+    storage.put("file", b"abc", exclusive=True)
+    with storage.open("file") as file, pytest.raises(StorageForeignError, match="byte 3"):
+        file.read([memoryview(bytearray(4))], 0)
+
+
+def test_a_part_that_becomes_shorter_while_it_is_read_is_corrupt(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size was right a moment before."""
+    record = write_part(storage, PART, {"a": torch.zeros(10_000)})
+    os.truncate(path_of(storage), 9_000)
+    monkeypatch.setattr(PosixStorage, "size", lambda *_: record.bytes)
+    with pytest.raises(CkptCorrupt, match="ends already at byte 9000"):
+        read_part(storage, CKPT, record)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -202,7 +214,7 @@ def test_a_file_that_ends_early_is_corrupt(tmp_path: Path) -> None:
 def test_the_digest_does_not_depend_on_how_the_bytes_come_by(pieces: list[bytes]) -> None:
     """Fed in any pieces it is that of the blocks, each for itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK", 1000)
+        patch.setattr(digests, "BLOCK", 1000)
         digest = Digest()
         for piece in pieces:
             digest.update(memoryview(piece))
@@ -217,7 +229,7 @@ def test_the_digest_does_not_depend_on_how_the_bytes_come_by(pieces: list[bytes]
 # --- writing and reading
 
 
-def test_every_dtype_and_shape_comes_back_bit_for_bit(storage: LocalStorage, small_blocks: int) -> None:
+def test_every_dtype_and_shape_comes_back_bit_for_bit(storage: PosixStorage, small_blocks: int) -> None:
     """Over many blocks, groups and slices, into fresh memory."""
     tensors = one_of_each()
     record = write_part(storage, PART, tensors)
@@ -229,7 +241,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(storage: LocalStorage, sma
         assert record.tensor_digests[name] == digest_of(tensor)
 
 
-def test_a_part_opens_with_the_safetensors_library(storage: LocalStorage) -> None:
+def test_a_part_opens_with_the_safetensors_library(storage: PosixStorage) -> None:
     """A ckpt outlives this package: any reader of .safetensors gets at the weights."""
     tensors = one_of_each()
     write_part(storage, PART, tensors)
@@ -244,21 +256,21 @@ def test_a_part_opens_with_the_safetensors_library(storage: LocalStorage) -> Non
             assert digest_of(opened[name]) == digest_of(tensor)
 
 
-def test_every_tensor_is_aligned(storage: LocalStorage) -> None:
+def test_every_tensor_is_aligned(storage: PosixStorage) -> None:
     """Data begins at a page, and each tensor at a multiple of its element's size."""
     layout = Layout.of(one_of_each())
     assert len(layout.header) % 4096 == 0
     assert all(place.start % place.dtype.itemsize == 0 for place in layout.places)
 
 
-def test_a_part_without_tensors_is_a_part(storage: LocalStorage) -> None:
+def test_a_part_without_tensors_is_a_part(storage: PosixStorage) -> None:
     """A job may have nothing but small state."""
     record = write_part(storage, PART, {})
     assert read_part(storage, CKPT, record) == {}
     assert safetensors.torch.load_file(path_of(storage)) == {}
 
 
-def test_tensors_are_read_straight_into_homes_that_fit(storage: LocalStorage, small_blocks: int) -> None:
+def test_tensors_are_read_straight_into_homes_that_fit(storage: PosixStorage, small_blocks: int) -> None:
     """No memory is taken for what has its place; what does not fit gets fresh memory and the home stays."""
     tensors = {name: torch.randn(40, 30) for name in "abcd"} | {"e": torch.randn(3)}
     record = write_part(storage, PART, tensors)
@@ -278,7 +290,7 @@ def test_tensors_are_read_straight_into_homes_that_fit(storage: LocalStorage, sm
 
 
 def test_a_tensor_without_a_home_may_be_larger_than_the_memory(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor that nothing registered takes, of a size that is true: it does not fit, and no other ckpt would."""
     record = write_part(storage, PART, {"a": torch.zeros(10)})
@@ -291,7 +303,7 @@ def test_a_tensor_without_a_home_may_be_larger_than_the_memory(
         read_part(storage, CKPT, record)
 
 
-def test_progress_reaches_the_end(storage: LocalStorage, small_blocks: int) -> None:
+def test_progress_reaches_the_end(storage: PosixStorage, small_blocks: int) -> None:
     """Whoever waits is told how far it is, in both directions."""
     written, read = [], []
     tensors = {"a": torch.randn(900), "b": torch.randn(30)}
@@ -308,14 +320,14 @@ def test_calls_are_large_and_slices_bounded() -> None:
     meta = {f"small{i}": torch.empty(1 << 20, device="meta") for i in range(40)}
     meta["huge"] = torch.empty(300 << 20, device="meta")
     meta["last"] = torch.empty(5, device="meta")
-    groups = parts._groups(Layout.of(meta).places)
+    groups = tensor_file._groups(Layout.of(meta).places)
     sizes = [sum(end - start for _, start, end in group) for group in groups]
     assert all(size >= 64 << 20 for size in sizes[:-1])
     assert all(size <= (64 + 256) << 20 for size in sizes)
     assert sum(sizes) == (40 << 22) + (300 << 22) + 20
 
 
-def test_what_is_not_written_yet_may_be_exchanged_for_a_copy(storage: LocalStorage, small_blocks: int) -> None:
+def test_what_is_not_written_yet_may_be_exchanged_for_a_copy(storage: PosixStorage, small_blocks: int) -> None:
     """A copy put aside takes over in the middle of a large tensor, and the live one may change from then on."""
     live = {"a": torch.zeros(400), "large": torch.zeros(3000), "z": torch.zeros(400)}
     source = dict(live)
@@ -337,7 +349,7 @@ def test_what_is_not_written_yet_may_be_exchanged_for_a_copy(storage: LocalStora
     assert all(record.tensor_digests[name] == digest_of(torch.zeros_like(live[name])) for name in live)
 
 
-def test_a_change_between_digest_and_end_shows(storage: LocalStorage, small_blocks: int) -> None:
+def test_a_change_between_digest_and_end_shows(storage: PosixStorage, small_blocks: int) -> None:
     """A tensor that changed while or after it was written does not have the digest any more."""
     tensor, still = torch.zeros(3000), torch.ones(5)
 
@@ -349,7 +361,7 @@ def test_a_change_between_digest_and_end_shows(storage: LocalStorage, small_bloc
     assert record.tensor_digests["b"] == digest_of(still)
 
 
-def test_a_copied_tensor_is_copied_once(storage: LocalStorage, small_blocks: int) -> None:
+def test_a_copied_tensor_is_copied_once(storage: PosixStorage, small_blocks: int) -> None:
     """A transposed tensor of many slices: later slices come from the first copy, so they belong together."""
     tensor = torch.zeros(60, 50).t()
 
@@ -360,7 +372,7 @@ def test_a_copied_tensor_is_copied_once(storage: LocalStorage, small_blocks: int
     assert not read_part(storage, CKPT, record)["a"].any()
 
 
-def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: LocalStorage) -> None:
+def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: PosixStorage) -> None:
     """The header is written by then; bytes of another shape must not go under it."""
     shapes = [torch.zeros(3), torch.zeros(4)]
     with pytest.raises(SaveFailed, match=r"a was .*3.* is .*4"):
@@ -369,31 +381,31 @@ def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: LocalStorage)
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
-def test_names_that_the_format_cannot_hold_are_refused(storage: LocalStorage, name: str) -> None:
+def test_names_that_the_format_cannot_hold_are_refused(storage: PosixStorage, name: str) -> None:
     """Rather than written into a file that nobody can read."""
     with pytest.raises(RegistrationError):
         write_part(storage, PART, {name: torch.zeros(1)})
 
 
-def test_elements_that_the_format_cannot_hold_are_refused(storage: LocalStorage) -> None:
+def test_elements_that_the_format_cannot_hold_are_refused(storage: PosixStorage) -> None:
     """By name, before anything is written."""
     with pytest.raises(RegistrationError, match=r"a has elements of torch\.bits8, which a part cannot hold"):
         write_part(storage, PART, {"a": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)})
     assert storage.list(CKPT) == []
 
 
-def test_more_names_than_a_header_holds_are_refused(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_names_than_a_header_holds_are_refused(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reader of the format would open the file."""
-    monkeypatch.setattr(parts, "_HEADER_MAX", 8191)
+    monkeypatch.setattr(tensor_file, "_HEADER_MAX", 8191)
     with pytest.raises(RegistrationError, match="the names of the tensors take 8192 bytes; at most 8191"):
         write_part(storage, PART, {"a" * 5000: torch.zeros(1)})
     assert storage.list(CKPT) == []
 
-    monkeypatch.setattr(parts, "_HEADER_MAX", 8192)
+    monkeypatch.setattr(tensor_file, "_HEADER_MAX", 8192)
     assert write_part(storage, PART, {"a" * 5000: torch.zeros(1)}).bytes == 8196
 
 
-def test_a_failed_write_leaves_no_part(storage: LocalStorage, small_blocks: int) -> None:
+def test_a_failed_write_leaves_no_part(storage: PosixStorage, small_blocks: int) -> None:
     """Not under its name, and nothing aside."""
 
     def fail(done: int, total: int) -> None:
@@ -405,7 +417,7 @@ def test_a_failed_write_leaves_no_part(storage: LocalStorage, small_blocks: int)
     assert list((storage.directory / CKPT).iterdir()) == []
 
 
-def test_a_part_may_be_written_again_before_the_commit_and_never_after(storage: LocalStorage) -> None:
+def test_a_part_may_be_written_again_before_the_commit_and_never_after(storage: PosixStorage) -> None:
     """An attempt that was thrown away is repeated; a committed ckpt is not touched."""
     write_part(storage, PART, {"a": torch.zeros(3)})
     record = write_part(storage, PART, {"a": torch.ones(5)})
@@ -418,7 +430,7 @@ def test_a_part_may_be_written_again_before_the_commit_and_never_after(storage: 
 # --- what is not what was committed
 
 
-def test_every_flipped_byte_is_found(storage: LocalStorage) -> None:
+def test_every_flipped_byte_is_found(storage: PosixStorage) -> None:
     """Whatever bit of a part turns over, in the header, the padding or the data: it does not load."""
     record = write_part(storage, PART, {"a": torch.randn(5), "b": torch.arange(3)})
     data = bytearray(path_of(storage).read_bytes())
@@ -432,7 +444,7 @@ def test_every_flipped_byte_is_found(storage: LocalStorage) -> None:
     assert torch.equal(read_part(storage, CKPT, record)["b"], torch.arange(3))
 
 
-def test_a_bad_block_is_named_with_file_and_tensors(storage: LocalStorage, small_blocks: int) -> None:
+def test_a_bad_block_is_named_with_file_and_tensors(storage: PosixStorage, small_blocks: int) -> None:
     """Whoever reads the log knows what was lost."""
     record = write_part(storage, PART, {"first": torch.zeros(1000), "second": torch.zeros(1000)})
     fd = os.open(path_of(storage), os.O_WRONLY)
@@ -444,7 +456,7 @@ def test_a_bad_block_is_named_with_file_and_tensors(storage: LocalStorage, small
 
 @pytest.mark.parametrize(("index", "inside"), [(5, "a"), (6, "b"), (7, "c")])
 def test_only_what_lies_in_a_bad_block_is_named(
-    storage: LocalStorage, small_blocks: int, index: int, inside: str
+    storage: PosixStorage, small_blocks: int, index: int, inside: str
 ) -> None:
     """Tensors that end where the block begins, or begin where it ends, are whole."""
     tensors = {"a": torch.zeros(476), "b": torch.zeros(250), "c": torch.zeros(200)}
@@ -457,9 +469,9 @@ def test_only_what_lies_in_a_bad_block_is_named(
         read_part(storage, CKPT, record)
 
 
-def test_a_bad_block_behind_the_header_holds_none_of_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_block_behind_the_header_holds_none_of_it(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the blocks are as long as the header, the second one begins with the first tensor."""
-    for module in (blocks, parts):
+    for module in (digests, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 4096)
     record = write_part(storage, PART, {"a": torch.zeros(10)})
     with path_of(storage).open("r+b") as file:
@@ -471,7 +483,7 @@ def test_a_bad_block_behind_the_header_holds_none_of_it(storage: LocalStorage, m
 
 @pytest.mark.parametrize(("count", "inside"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more")])
 def test_of_many_tensors_in_a_bad_block_some_are_named(
-    storage: LocalStorage, small_blocks: int, count: int, inside: str
+    storage: PosixStorage, small_blocks: int, count: int, inside: str
 ) -> None:
     """A line of a log, not a page."""
     tensors = {"a": torch.zeros(476), **{str(i): torch.zeros(10) for i in range(count)}}
@@ -484,7 +496,7 @@ def test_of_many_tensors_in_a_bad_block_some_are_named(
 
 
 def test_behind_a_bad_block_nothing_more_is_read(
-    storage: LocalStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a ckpt that is of no use not hundreds of gigabytes first: there is another one to load, and time is short."""
     record = write_part(storage, PART, {"a": torch.zeros(100_000)})
@@ -499,20 +511,21 @@ def test_behind_a_bad_block_nothing_more_is_read(
             is_given_up.set()
             super().shutdown(wait)
 
-    def read_block(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def read_block(file: PosixReader, buffers: list[memoryview], offset: int) -> None:
         read.append(offset)
         if offset > 25_000:
             is_given_up.wait(60)
-        return read_all(fd, buffers, offset)
+        read_range(file, buffers, offset)
 
-    monkeypatch.setattr(parts, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(parts, "read_all", read_block)
+    monkeypatch.setattr(tensor_file, "ThreadPoolExecutor", Pool)
+    read_range = PosixReader.read
+    monkeypatch.setattr(PosixReader, "read", read_block)
     with pytest.raises(CkptCorrupt, match="block 21 of 405"):
         read_part(storage, CKPT, record)
     assert len(read) < 40
 
 
-def test_a_record_is_what_the_manifest_says_of_it(storage: LocalStorage) -> None:
+def test_a_record_is_what_the_manifest_says_of_it(storage: PosixStorage) -> None:
     """What only its writer knows makes no other one of it, and nobody has to read it in a log."""
     record = write_part(storage, PART, {"a": torch.zeros(3)})
     assert record.tensor_digests
@@ -521,7 +534,7 @@ def test_a_record_is_what_the_manifest_says_of_it(storage: LocalStorage) -> None
 
 
 @pytest.mark.parametrize("change", [-1, +1, -4000, None])
-def test_a_part_of_another_size_is_corrupt(storage: LocalStorage, change: int | None) -> None:
+def test_a_part_of_another_size_is_corrupt(storage: PosixStorage, change: int | None) -> None:
     """Cut, longer, or gone."""
     record = write_part(storage, PART, {"a": torch.randn(5)})
     if change is None:
@@ -532,9 +545,9 @@ def test_a_part_of_another_size_is_corrupt(storage: LocalStorage, change: int | 
         read_part(storage, CKPT, record)
 
 
-def test_a_file_cut_behind_our_back_is_corrupt(storage: LocalStorage, small_blocks: int) -> None:
-    """Also when its size was right a moment ago."""
-    record = write_part(storage, PART, {"a": torch.randn(3000)})
+def test_a_file_cut_behind_our_back_is_corrupt(storage: PosixStorage, small_blocks: int) -> None:
+    """Also when its size was right a moment ago: of many blocks some are read after the first one is told of."""
+    record = write_part(storage, PART, {"a": torch.randn(200_000)})
 
     def cut(done: int, total: int) -> None:
         os.truncate(path_of(storage), 5000)
@@ -543,7 +556,7 @@ def test_a_file_cut_behind_our_back_is_corrupt(storage: LocalStorage, small_bloc
         read_part(storage, CKPT, record, progress=cut)
 
 
-def test_digests_that_do_not_add_up_are_corrupt(storage: LocalStorage) -> None:
+def test_digests_that_do_not_add_up_are_corrupt(storage: PosixStorage) -> None:
     """The manifest says the same thing twice; both must be true."""
     record = write_part(storage, PART, {"a": torch.randn(5)})
     with pytest.raises(CkptCorrupt, match="add up"):
@@ -555,7 +568,7 @@ def test_digests_that_do_not_add_up_are_corrupt(storage: LocalStorage) -> None:
         read_part(storage, CKPT, replace(record, blocks=twice, digest=digest_of_blocks(twice)))
 
 
-def test_a_bad_header_is_found_before_anything_is_read_on_its_word(storage: LocalStorage) -> None:
+def test_a_bad_header_is_found_before_anything_is_read_on_its_word(storage: PosixStorage) -> None:
     """Nothing is allocated and no home is touched when the header is not the committed one."""
     record = write_part(storage, PART, {"a": torch.ones(5), "b": torch.ones(5)})
     data = path_of(storage).read_bytes()
@@ -580,7 +593,7 @@ def test_gaps_and_overlaps_are_found_in_the_header_itself() -> None:
 
 
 def test_the_name_of_a_part_is_durable_when_it_was_written(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leader commits on the word that the parts are safe, perhaps from another node."""
     synced: list[str] = []
@@ -596,7 +609,7 @@ def test_the_name_of_a_part_is_durable_when_it_was_written(
     assert synced[-1] == f"{CKPT} with {[Path(PART).name]}"
 
 
-def forged(storage: LocalStorage, header: bytes, data: bytes, size: int | None = None) -> PartRecord:
+def forged(storage: PosixStorage, header: bytes, data: bytes, size: int | None = None) -> PartRecord:
     """A part with any header and data, and the digests to go with it."""
     content = (len(header) if size is None else size).to_bytes(8, "little") + header + data
     path_of(storage).parent.mkdir(parents=True, exist_ok=True)
@@ -645,21 +658,21 @@ FORGERIES: list[Any] = [
 
 
 @pytest.mark.parametrize("header", FORGERIES, ids=lambda header: json.dumps(header)[-50:])
-def test_headers_that_lie_are_corrupt(storage: LocalStorage, header: Any) -> None:
+def test_headers_that_lie_are_corrupt(storage: PosixStorage, header: Any) -> None:
     """Even with digests to match: nothing is allocated or read on the word of a header that does not add up."""
     record = forged(storage, json.dumps(header).encode(), bytes(8))
     with pytest.raises(CkptCorrupt, match=PART):
         read_part(storage, CKPT, record)
 
 
-def test_an_honest_header_of_other_hands_is_read(storage: LocalStorage) -> None:
+def test_an_honest_header_of_other_hands_is_read(storage: PosixStorage) -> None:
     """The forgeries above fail for their lies, not for their form."""
     record = forged(storage, json.dumps({"__metadata__": META, "a": entry()}).encode(), bytes(8))
     assert torch.equal(read_part(storage, CKPT, record)["a"], torch.zeros(2))
 
 
 @pytest.mark.parametrize("size", [0, 1, 10**6, 2**63, 2**64 - 1])
-def test_a_header_length_that_lies_is_corrupt(storage: LocalStorage, size: int) -> None:
+def test_a_header_length_that_lies_is_corrupt(storage: PosixStorage, size: int) -> None:
     """The first eight bytes are believed no more than the rest."""
     record = forged(storage, json.dumps({"__metadata__": META, "a": entry()}).encode(), bytes(8), size)
     with pytest.raises(CkptCorrupt, match=f"{PART}: its header {'is not one' if size == 1 else 'claims'}"):
@@ -680,9 +693,9 @@ def test_a_header_length_that_lies_is_corrupt(storage: LocalStorage, size: int) 
     )
     | st.binary(max_size=20)
 )
-def test_hostile_headers_are_corrupt_and_nothing_worse(tmp_path_factory: pytest.TempPathFactory, header: Any) -> None:
+def test_hostile_headers_are_corrupt_and_nothing_worse(new_directory: Callable[[], Path], header: Any) -> None:
     """Any JSON, and any bytes, either are a true header or CkptCorrupt."""
-    storage = LocalStorage(tmp_path_factory.mktemp("hostile"), "job")
+    storage = PosixStorage(new_directory(), "job")
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     record = forged(storage, text, bytes(8))
     try:
@@ -691,7 +704,7 @@ def test_hostile_headers_are_corrupt_and_nothing_worse(tmp_path_factory: pytest.
         pass
 
 
-def test_an_empty_or_tiny_file_is_corrupt(storage: LocalStorage) -> None:
+def test_an_empty_or_tiny_file_is_corrupt(storage: PosixStorage) -> None:
     """Shorter than the length of its header."""
     path_of(storage).parent.mkdir(parents=True)
     for content in (b"", b"{}"):
@@ -703,7 +716,7 @@ def test_an_empty_or_tiny_file_is_corrupt(storage: LocalStorage) -> None:
 
 
 def test_a_disk_that_fails_while_reading_is_not_called_corrupt(
-    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ckpt may be whole; whoever would take the one before it must know the difference."""
     record = write_part(storage, PART, {"a": torch.randn(5)})

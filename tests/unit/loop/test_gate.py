@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
+import torch
+from torch import nn
 
-from migrator.ranks.protocol import Point
-from migrator.state.capture import Capture, Capturer
+from migrator.ckpt.point import Point
 from migrator.loop.gate import Gate, Phase
+from migrator.state.capture import Capture, Capturer
 from migrator.state.registry import Registry
 from tests.support.harness import until
 
@@ -33,11 +36,11 @@ def place_of(turn: int, place: str = "next epoch") -> tuple[int, str]:
 HERE = (0, "")
 
 
-def test_news_at_a_safe_point_find_the_loop_there(gate: Gate) -> None:
+def test_notice_at_a_safe_point_find_the_loop_there(gate: Gate) -> None:
     assert gate.stop() == ((1, 0), (HERE,), True)
 
 
-def test_news_on_the_way_to_a_new_round_find_the_loop_behind_it(gate: Gate) -> None:
+def test_notice_on_the_way_to_a_new_round_find_the_loop_behind_it(gate: Gate) -> None:
     """What it comes to is not known yet, and what it has can be saved."""
     gate.pass_on()
 
@@ -71,9 +74,97 @@ def test_a_loop_that_has_ended_has_the_last_safe_point_or_none(gate: Gate) -> No
     assert gate.stop() == (None, (), True)
 
 
-def test_who_has_settled_goes_on_to_there_and_no_further(gate: Gate) -> None:
-    assert gate.settle_here() == ((1, 0), (HERE,), True)
+def test_a_rank_that_saves_alone_goes_on_to_there_and_no_further(gate: Gate) -> None:
+    assert gate.stop_here() == ((1, 0), (HERE,), True)
     assert gate.limit == (1, 0)
+
+
+class Steps:
+    """Notes the calls that the gate makes."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.has_trained = False
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("before")
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.calls.append("after")
+
+    def is_trained_by_hand(self) -> bool:
+        self.calls.append("by hand?")
+        return self.has_trained
+
+
+class WayOut:
+    """Ends the wait of a thread by an exception, when it may."""
+
+    is_decided = False
+
+    def may_leave(self) -> bool:
+        return self.is_decided
+
+    def leave(self) -> NoReturn:
+        raise SystemExit(143)
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    return torch.optim.SGD([weight], lr=1.0)
+
+
+def test_a_step_while_leaving_ends_its_thread_when_the_outcome_is_known(optimizer: torch.optim.Optimizer) -> None:
+    """While leaving, a step waits until the outcome is known, and then its thread leaves and nothing is trained."""
+    way_out, steps = WayOut(), Steps()
+    gate = Gate(Capturer(Registry()), way_out)
+    gate.publish(taken(1))
+    gate.install(steps)
+    gate.announce(is_leaving=True)
+    try:
+        way_out.is_decided = True
+        with pytest.raises(SystemExit):
+            optimizer.step()
+    finally:
+        gate.remove()
+
+    assert steps.calls == ["before"]
+    assert gate.phase is Phase.CLEAN
+
+
+def test_a_forked_child_passes_the_gate_that_its_parent_shut(optimizer: torch.optim.Optimizer) -> None:
+    """The save that would open it again is in the parent. Nothing follows the steps of the child."""
+    steps = Steps()
+    gate = Gate(Capturer(Registry()))
+    gate.publish(taken(1))
+    gate.install(steps)
+    assert gate.take(0, exact=(1, 0)) is not None
+    try:
+        gate.forget()
+        optimizer.step()
+    finally:
+        gate.remove()
+
+    assert steps.calls == []
+
+
+def test_training_without_an_optimizer_is_asked_for_only_while_nothing_else_was_trained() -> None:
+    """It compares the contents of tensors, which costs time."""
+    steps = Steps()
+    gate = Gate(Capturer(Registry()))
+    gate.install(steps)
+    try:
+        assert not gate.has_trained
+        steps.has_trained = True
+        assert gate.has_trained
+        assert gate.phase is Phase.DIRTY
+        assert gate.has_trained
+    finally:
+        gate.remove()
+
+    assert steps.calls == ["by hand?", "by hand?"]
 
 
 # What is kept of a step whose next epoch has begun.
@@ -266,7 +357,7 @@ def test_a_loop_that_has_ended_in_the_next_epoch_has_both(gate: Gate) -> None:
     gate.close()
 
     assert gate.stop() == ((1, 1), (HERE, place_of(1)), True)
-    assert gate.settle_here() == ((1, 1), (HERE, place_of(1)), True)
+    assert gate.stop_here() == ((1, 1), (HERE, place_of(1)), True)
 
 
 def test_a_loop_that_is_kept_from_the_next_epoch_is_let_into_it_and_no_further(gate: Gate) -> None:
@@ -331,3 +422,128 @@ def test_a_step_does_not_wait_for_ever(gate: Gate, monkeypatch: pytest.MonkeyPat
 
     assert gate.phase is Phase.DIRTY
     assert gate.hold_at is None
+
+
+def gate_of(**registered: Any) -> tuple[Gate, Callable[..., Capture]]:
+    registry = Registry()
+    for name, value in registered.items():
+        registry.add(name, value)
+    capturer = Capturer(registry)
+    gate = Gate(capturer)
+
+    def capture(step: int, *, full: bool = True) -> Capture:
+        return capturer.take(step, None, full=full)
+
+    return gate, capture
+
+
+def started(target: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_step_waits_while_a_save_reads() -> None:
+    """The pre-hook of any optimizer is the gate, and the save sees that somebody stands there."""
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gate, capture = gate_of(weight=weight.data)
+    gate.install()
+    try:
+        gate.publish(capture(1))
+        assert gate.take(0) is not None
+        thread = started(optimizer.step)
+        until(lambda: gate.someone_waits, "the step at the gate")
+        assert not weight.any()
+
+        gate.open()
+
+        assert ended(thread)
+        assert weight.all()
+        assert gate.phase is Phase.DIRTY
+        assert gate.take(0) is None
+    finally:
+        gate.remove()
+
+
+def test_two_threads_that_step_at_once_pass_the_gate_both() -> None:
+    """A backward pass steps on a thread per device: whoever comes second finds the state DIRTY and goes on."""
+    gate, capture = gate_of(metrics={})
+    errors: list[BaseException] = []
+
+    def step() -> None:
+        try:
+            gate._enter()
+        except BaseException as error:
+            errors.append(error)
+
+    gate.publish(capture(1))
+    gate.take(0)
+    threads = [started(step), started(step)]
+    until(lambda: gate._waiting == 2, "both at the gate")
+    gate.open()
+
+    assert all(map(ended, threads))
+    assert errors == []
+    assert gate.phase is Phase.DIRTY
+
+
+def test_a_safe_point_that_lacks_something_does_not_hold_the_loop() -> None:
+    """What was captured before the save was due cannot be saved: to stay there would be to wait for ever."""
+    gate, capture = gate_of(metrics={})
+    gate.holds_main = True
+    lacking = capture(1)
+    lacking.missing = frozenset({"metrics"})
+    gate.announce()
+
+    assert ended(started(lambda: gate.publish(lacking)))
+
+
+def test_a_safe_point_thrown_away_at_once_does_not_hold_the_loop() -> None:
+    """The save may be over before the loop has seen it begin."""
+    gate, capture = gate_of(metrics={})
+    gate.holds_main = True
+    gate.announce()
+    thread = started(lambda: gate.publish(capture(1)))
+    until(lambda: gate._held, "the loop in the safe point")
+
+    with gate._cond:
+        taken = gate.take(0)
+        assert taken is not None
+        gate.spoil(taken)
+        gate.open()
+        gate.unpin(taken)
+
+    assert ended(thread)
+
+
+def test_a_safe_point_before_the_one_that_is_due_does_not_hold_the_loop() -> None:
+    """A periodic save waits for its own step, which the loop must be let go to make."""
+    gate, capture = gate_of(metrics={})
+    gate.holds_main = True
+    gate.announce()
+    thread = started(lambda: gate.publish(capture(4)))
+    until(lambda: gate._held, "the loop in the safe point")
+
+    assert gate.take(0.2, least_step=5) is None
+
+    assert ended(thread)
+
+
+def test_a_loop_that_has_ended_is_as_good_as_held() -> None:
+    """An object that changes outside steps is not lost because the loop will never stand at a safe point again."""
+    gate, capture = gate_of(metrics={})
+    gate.publish(capture(1))
+    gate.holds_main = True
+    assert gate.take(0) is None
+
+    gate.close()
+
+    assert gate.take(0) is not None
+    assert not gate.is_over

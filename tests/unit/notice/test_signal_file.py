@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from migrator.notice.signal_file import (
     WORDS,
     Signal,
     SignalFile,
-    is_open,
+    open_deadline,
     parse,
     render,
 )
@@ -44,9 +45,9 @@ def test_what_is_rendered_is_parsed_back(word: str, fields: dict[str, str]) -> N
 
 
 @given(data=st.binary(max_size=300))
-def test_no_bytes_are_too_strange_to_read(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_bytes_are_too_strange_to_read(data: bytes, in_memory: Path) -> None:
     """Any content is read as a signal or as none, and never raises."""
-    path = tmp_path_factory.getbasetemp() / "strange"
+    path = in_memory / "strange"
     path.write_bytes(data)
 
     found = SignalFile(path).read()
@@ -122,7 +123,7 @@ def test_what_is_written_is_read(file: SignalFile) -> None:
 
 
 def test_a_missing_file_says_nothing(file: SignalFile, tmp_path: Path) -> None:
-    """No file, no directory and a directory that is a file are all no news."""
+    """No file, no directory and a directory that is a file are all no notice."""
     (tmp_path / "plain").write_text("")
     for path in (file.path, tmp_path / "nowhere" / "signal", tmp_path / "plain" / "signal"):
         missing = SignalFile(path)
@@ -308,9 +309,41 @@ def test_a_file_replaced_while_it_is_read_is_read_again(file: SignalFile, monkey
 )
 def test_a_request_is_open_until_its_deadline(signal: Signal | None, deadline: float | None) -> None:
     """Answered or past its deadline it is over; without a deadline the file's age counts."""
-    assert deadline == is_open(signal, now=100.0, mtime=80.0, grace_s=30.0)
+    assert deadline == open_deadline(signal, now=100.0, mtime=80.0, grace_s=30.0)
 
 
 def test_a_request_without_deadline_grows_old() -> None:
     """A request that an earlier life left behind is over once the grace has gone by."""
-    assert is_open(Signal(SAVE, {}), now=100.0, mtime=69.0, grace_s=30.0) is None
+    assert open_deadline(Signal(SAVE, {}), now=100.0, mtime=69.0, grace_s=30.0) is None
+
+
+def test_a_request_is_not_written_over_by_a_trainer_that_begins_to_listen(tmp_path: Path) -> None:
+    """While a hook holds the lock the trainer waits, and then finds what the hook wrote."""
+    file = SignalFile(tmp_path / "signal", container="c-1")
+    lock = tmp_path / ".signal.lock"
+    lock.touch()
+    found: list[float | None] = []
+    trainer = threading.Thread(target=lambda: found.append(file.write_unless_asked(INIT, grace_s=30.0, pids=1)))
+    trainer.start()
+    file.write(SAVE, request="r-1", deadline=time.time() + 20)
+    lock.unlink()
+    trainer.join()
+
+    (deadline,) = found
+    assert deadline is not None
+    asked = file.read()
+    assert asked is not None
+    assert (asked.word, asked.fields["container"]) == (SAVE, "c-1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["signal"]
+
+
+def test_the_lock_of_a_hook_that_was_killed_holds_nobody_back(tmp_path: Path) -> None:
+    """It is waited for as long as the hooks wait for one another."""
+    file = SignalFile(tmp_path / "signal")
+    (tmp_path / ".signal.lock").touch()
+    start_s = time.monotonic()
+
+    assert file.write_unless_asked(INIT, grace_s=30.0, pids=1) is None
+
+    assert 0.4 < time.monotonic() - start_s < 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["signal"]

@@ -12,7 +12,7 @@ from types import FrameType
 import pytest
 from tqdm import tqdm
 
-from migrator.platform import script_frames as frames
+from migrator.platform import script_frames
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ class Numbers:
 
     def __iter__(self) -> Iterator[int]:
         for number in range(5):
-            took = frames.takers(sys._getframe().f_back)
+            took = script_frames.takers(sys._getframe().f_back)
             try:
                 yield number
             except GeneratorExit:
-                why = frames.is_left_at_will(sys._getframe().f_back, took=took, may_end=self._may_end)
+                why = script_frames.is_left_at_will(sys._getframe().f_back, took=took, may_end=self._may_end)
                 self._seen.append(why)
                 raise
 
@@ -353,7 +353,7 @@ def test_an_exception_that_nobody_catches_in_a_function(seen: list[bool | None])
 
 
 def place(_name: str = "") -> str:
-    return frames.place_in_script(sys._getframe(1))[0]
+    return script_frames.place_in_script(sys._getframe(1))[0]
 
 
 def one() -> str:
@@ -410,7 +410,7 @@ def test_lines_added_elsewhere_do_not_move_a_place(capsys: pytest.CaptureFixture
 
 def test_it_is_told_to_people_by_file_and_line() -> None:
     def shown(frame: FrameType | None) -> str:
-        return frames.place_in_script(frame)[1]
+        return script_frames.place_in_script(frame)[1]
 
     line = sys._getframe().f_lineno + 1
-    assert shown(sys._getframe()) == f"test_frames.py, line {line}"
+    assert shown(sys._getframe()) == f"test_script_frames.py, line {line}"

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.ranks import bell
-from migrator.ranks import shared_log
+from migrator.ranks import bell, shared_log
 from migrator.ranks.shared_log import SharedLog
-from tests.support import rank_threads as crowd
+from tests.support import rank_threads
 
 
 class Store:
@@ -187,8 +186,8 @@ def test_all_read_the_same_in_the_same_order(actions: list[tuple[str, int]]) -> 
 
 
 def test_many_writers_at_once_in_a_real_store() -> None:
-    server = crowd.served()
-    logs = [SharedLog(crowd.connected(server.port), "log") for _ in range(6)]
+    server = rank_threads.served()
+    logs = [SharedLog(rank_threads.connected(server.port), "log") for _ in range(6)]
     read: list[list[str]] = [[] for _ in logs]
     done = threading.Barrier(len(logs))
 
@@ -233,9 +232,9 @@ class Rings:
 
 
 def test_a_ring_is_heard_by_all_and_leaves_nothing_behind() -> None:
-    server = crowd.served()
-    caller = crowd.connected(server.port)
-    all_of_them = [Rings(crowd.connected(server.port), rank) for rank in range(3)]
+    server = rank_threads.served()
+    caller = rank_threads.connected(server.port)
+    all_of_them = [Rings(rank_threads.connected(server.port), rank) for rank in range(3)]
     for _ in range(5):
         bell.ring(caller, "bell", 3)
 
@@ -248,9 +247,9 @@ def test_a_ring_is_heard_by_all_and_leaves_nothing_behind() -> None:
 
 
 def test_a_number_whose_ring_never_comes_is_passed_over() -> None:
-    server = crowd.served()
-    caller = crowd.connected(server.port)
-    one = Rings(crowd.connected(server.port), 0)
+    server = rank_threads.served()
+    caller = rank_threads.connected(server.port)
+    one = Rings(rank_threads.connected(server.port), 0)
     caller.add("bell/count", 1)  # and whoever was about to ring died
     bell.ring(caller, "bell", 1)
     one.bell.nudge(caller)

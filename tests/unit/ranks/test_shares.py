@@ -1,23 +1,23 @@
-"""Shares, records, and what is put together of them: without processes, for all kinds of ranks and tensors."""
+"""Shares, and what is put together of the ranks' records: without processes, for all kinds of ranks and tensors."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.state.capture import Capture
-from migrator.errors import CkptCorrupt
-from migrator.ckpt.manifest import Manifest, own_name, part_name, seal
-from migrator.ckpt.tensor_file import PartRecord
-from migrator.save.attempt import Attempt
-from migrator.ranks.shares import Gathering, OnStorage, Plan, RankRecord
-from migrator.storage.posix import LocalStorage
+from migrator.ckpt.manifest import Manifest
+from migrator.ckpt.names import own_name, part_name
+from migrator.ckpt.part_record import PartRecord
+from migrator.ckpt.rank_record import RANK_FORMAT, RankRecord
+from migrator.ckpt.sealed import seal
+from migrator.ranks.shares import Gathering, OnStorage, Plan
+from migrator.storage.posix import PosixStorage
 
 CKPT = "000001-000000000007"
 AT = (7, 0)
@@ -32,16 +32,6 @@ def part(name: str) -> PartRecord:
 
 
 # The plan.
-
-
-@pytest.mark.parametrize(("device", "members"), [("cpu", (1, 2)), ("meta", (1,))])
-def test_what_lies_on_a_device_is_not_shared_out(device: str, members: tuple[int, ...]) -> None:
-    """There is no digest of it, so nobody knows whether it is the same on all ranks: the lowest writes it."""
-    attempt: Any = object.__new__(Attempt)
-    attempt._same, attempt._tensors = {"model": ["w"]}, {"w": torch.zeros(4, device=device)}
-    attempt._members, attempt._capture = (1, 2), Capture(7, {}, {}, {}, None)
-
-    assert attempt._planned().members == members
 
 
 @given(SIZES, MEMBERS, BYTES, st.randoms(use_true_random=False))
@@ -96,124 +86,6 @@ def test_another_plan_has_another_digest(sizes: dict[str, int], members: set[int
     ]
 
     assert Plan.of(AT, members, sizes, share_bytes=least).digest not in {plan.digest for plan in others}
-
-
-# The record.
-
-TREES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-DIGESTS = st.text("0123456789abcdef", min_size=32, max_size=32)
-
-
-@st.composite
-def records(draw: st.DrawFn) -> RankRecord:
-    """Whatever a rank may have to say."""
-    rank = draw(st.integers(0, 99999))
-    shares = draw(st.sets(st.integers(0, 9), max_size=3))
-    digests = st.builds(lambda digest: (digest,), DIGESTS)
-    made = {
-        share: PartRecord(part_name(share, 10, rank=rank), draw(st.integers(1, 1 << 20)), draw(DIGESTS), draw(digests))
-        for share in sorted(shares)
-    }
-    own = PartRecord(own_name(rank), 5, draw(DIGESTS), draw(digests)) if draw(st.booleans()) else None
-    return RankRecord(
-        rank,
-        (draw(st.integers(0, 1 << 40)), draw(st.integers(0, 9))),
-        draw(DIGESTS),
-        draw(st.dictionaries(NAMES, DIGESTS, max_size=3)),
-        draw(st.dictionaries(NAMES, st.fixed_dictionaries({"kind": NAMES, "tree": TREES}), max_size=3)),
-        draw(st.dictionaries(NAMES, TREES, max_size=3)),
-        made,
-        own,
-    )
-
-
-@given(records())
-def test_a_record_comes_back_as_it_was_written(record: RankRecord) -> None:
-    """To the last digest."""
-    assert RankRecord.from_bytes(record.to_bytes()) == record
-
-
-@given(records(), st.data())
-def test_a_record_with_any_byte_changed_or_cut_off_is_corrupt(record: RankRecord, data: Any) -> None:
-    """A rank that dies while it writes leaves no record that anybody takes for one."""
-    whole = record.to_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1))
-    flipped = bytearray(whole)
-    flipped[place] ^= data.draw(st.integers(1, 255))
-
-    for broken in (bytes(flipped), whole[:place], whole + b"\n"):
-        with pytest.raises(CkptCorrupt):
-            RankRecord.from_bytes(broken)
-
-
-@given(st.binary(max_size=200))
-def test_garbage_is_no_record(garbage: bytes) -> None:
-    """Nothing but what was sealed is read."""
-    with pytest.raises(CkptCorrupt):
-        RankRecord.from_bytes(garbage)
-
-
-FIELDS = ["rank", "at", "plan", "same", "objects", "extra", "shares", "own"]
-
-
-@pytest.mark.parametrize("missing", FIELDS)
-def test_a_record_that_lacks_a_field_is_corrupt(missing: str) -> None:
-    """One that was sealed properly, by another version perhaps."""
-    fields: dict[str, Any] = {
-        "rank": 1,
-        "at": [7, 0],
-        "plan": "",
-        "same": {},
-        "objects": {},
-        "extra": {},
-        "shares": {},
-        "own": None,
-    }
-    assert RankRecord.from_bytes(seal("rank", fields)).rank == 1
-    del fields[missing]
-
-    with pytest.raises(CkptCorrupt):
-        RankRecord.from_bytes(seal("rank", fields))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("at", 7),
-        ("at", [7]),
-        ("at", ["x", 0]),
-        ("shares", []),
-        ("shares", {"first": part(part_name(0, 1)).to_json()}),
-        ("shares", {"0": {"name": "../../x", "bytes": 1, "digest": "0" * 32, "blocks": ["0" * 32]}}),
-        ("shares", {"0": {**part(part_name(0, 1)).to_json(), "bytes": -1}}),
-        ("own", {}),
-        ("own", "own-of-rank-00001.safetensors"),
-        ("own", {**part(own_name(1)).to_json(), "digest": "short"}),
-        ("rank", "one"),
-        ("same", []),
-        ("objects", []),
-        ("extra", None),
-        ("plan", None),
-    ],
-)
-def test_a_record_of_another_form_is_corrupt(name: str, value: Any) -> None:
-    """Sealed, but not what a rank of ours says: never an error that nobody expects, never a path out of the ckpt."""
-    fields: dict[str, Any] = {
-        "rank": 1,
-        "at": [7, 0],
-        "plan": "",
-        "same": {},
-        "objects": {},
-        "extra": {},
-        "shares": {},
-        "own": None,
-    }
-    with pytest.raises(CkptCorrupt):
-        RankRecord.from_bytes(seal("rank", {**fields, name: value}))
 
 
 # Putting together.
@@ -287,6 +159,23 @@ def test_a_record_under_another_rank_s_name_does_not_count() -> None:
 
     assert list(gathering.records) == [0]
     assert gathering.missing() == [1, 2]
+
+
+def newer(found: RankRecord) -> bytes:
+    """What a rank of a newer version would have written."""
+    return seal("rank", {**json.loads(found.to_bytes())["rank"], "format": RANK_FORMAT + 1})
+
+
+def test_a_record_of_a_newer_version_does_not_count_and_is_told_of() -> None:
+    """It is there, so nobody has to wait until it comes."""
+    exchange = Handed(rank1=newer(record(1, 1)), rank2=record(2, 2).to_bytes())
+    gathering = Gathering(exchange, CKPT, PLAN, record(0, 0))
+    gathering.look(3)
+
+    assert list(gathering.records) == [0, 2]
+    assert gathering.missing() == [1]
+    assert list(gathering.newer) == [1]
+    assert "newer migrator" in gathering.newer[1]
 
 
 def test_ranks_that_hold_other_tensors_are_named_and_nothing_of_theirs_is_used() -> None:
@@ -395,7 +284,7 @@ def test_with_all_ranks_there_nothing_is_said_to_be_missing() -> None:
 
 def test_records_lie_beside_the_parts(tmp_path: Path) -> None:
     """Only those asked for, only proper names; a rank may replace its own."""
-    storage = LocalStorage(tmp_path, "job")
+    storage = PosixStorage(tmp_path, "job")
     exchange = OnStorage(storage)
     assert exchange.get(CKPT, {0, 1}) == {}
     for rank in (0, 1, 12):

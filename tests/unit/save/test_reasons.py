@@ -1,41 +1,41 @@
-"""A message that names a cause names the one that was found."""
+"""A save of all ranks that did not come about: the message names the cause that was found."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from migrator.ranks.protocol import Board, Line, Self
-from migrator.errors import StorageError
-from migrator.save.group.group import JointSaver
-from migrator.ckpt.generations import claim, whole
-from migrator.save.attempt import Attempt
-from migrator.storage.posix import LocalStorage
-from migrator.save.group.last_save import Together
-from tests.unit.ckpt.test_generations import save
+from migrator.ranks.protocol import KnownLines, Line, Self
+from migrator.save.group.reasons import why_alone, why_missing, why_not, why_uncommitted
 
 
-class Ranks:
+class Peers:
     """Four ranks, of which this is number 0."""
 
     rank, size = 0, 4
 
-    def __init__(self, *lines: Line, is_lost: bool = False, silent: tuple[int, ...] = ()) -> None:
-        self.board = Board.of(lines)
-        self.is_lost = is_lost
+    def __init__(self, *lines: Line, store_is_unreachable: bool = False, silent: tuple[int, ...] = ()) -> None:
+        self.known = KnownLines(tuple(lines))
+        self.store_is_unreachable = store_is_unreachable
         self._silent = silent
 
     def is_alive_there(self, rank: int) -> bool:
         return rank not in self._silent
 
 
-def gathering(*, alike: tuple[int, ...] = (0,), unlike: tuple[int, ...] = (), missing: tuple[int, ...] = ()) -> Any:
+def gathering(
+    *,
+    alike: tuple[int, ...] = (0,),
+    unlike: tuple[int, ...] = (),
+    missing: tuple[int, ...] = (),
+    newer: tuple[int, ...] = (),
+) -> Any:
     """The records that this rank has found."""
     return SimpleNamespace(
+        newer=dict.fromkeys(newer, "written by a newer migrator"),
         records=dict.fromkeys(sorted((*alike, *unlike))),
         alike=lambda: dict.fromkeys(alike),
         unlike=lambda: {rank: ["model"] for rank in unlike},
@@ -44,36 +44,40 @@ def gathering(*, alike: tuple[int, ...] = (0,), unlike: tuple[int, ...] = (), mi
     )
 
 
-def together(ranks: Ranks, *, found: Any = None, writes: bool = True) -> Together:
-    made = object.__new__(Together)
-    made.__dict__.update(_ranks=ranks, _gathering=found, _shop=SimpleNamespace(writes=writes))
-    return made
-
-
 # A rank whose own state is not in the ckpt.
 
 
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
-        (Ranks(Line("bye", 2)), "its script had ended"),
-        (Ranks(Line("failed", 2, info="disk full")), "it could not write: disk full"),
-        (Ranks(Line("alone", 2, point=(4, 0))), "it could not come to this step and saves the one it is at"),
-        (Ranks(is_lost=True, silent=(2,)), "the job's store is gone, and nothing of it was found on storage in time"),
-        (Ranks(silent=(2,)), "it shows no sign of life: its process ended, froze or was cut off"),
-        (Ranks(Line("bye", 1), silent=(3,)), "it is alive and had not written what is its own in time"),
+        (Peers(Line("bye", 2)), "its script had ended"),
+        (Peers(Line("failed", 2, info="disk full")), "it could not write: disk full"),
+        (Peers(Line("alone", 2, point=(4, 0))), "it could not come to this step and saves the one it is at"),
+        (
+            Peers(store_is_unreachable=True, silent=(2,)),
+            "the job's store is gone, and nothing of it was found on storage in time",
+        ),
+        (Peers(silent=(2,)), "it shows no sign of life: its process ended, froze or was cut off"),
+        (Peers(Line("bye", 1), silent=(3,)), "it is alive and had not written what is its own in time"),
     ],
 )
-def test_why_a_rank_is_missing(ranks: Ranks, why: str) -> None:
+def test_why_a_rank_is_missing(ranks: Peers, why: str) -> None:
     """What it said itself comes first, then what was seen of it; late is only who lives."""
-    assert together(ranks)._why_missing(2, gathering()) == why
+    assert why_missing(ranks, 2, gathering()) == why
 
 
 def test_a_rank_with_other_tensors_is_not_said_to_be_late() -> None:
     """Its record is there, in time; it does not fit."""
-    why = together(Ranks(Line("bye", 2)))._why_missing(2, gathering(unlike=(2,)))
+    why = why_missing(Peers(Line("bye", 2)), 2, gathering(unlike=(2,)))
 
     assert why == "it holds other tensors than rank 0: model"
+
+
+def test_a_rank_that_wrote_what_this_version_cannot_read_is_not_said_to_be_late() -> None:
+    """Its record is there, and it is named why it is not used."""
+    why = why_missing(Peers(Line("bye", 2)), 2, gathering(newer=(2,)))
+
+    assert why == "written by a newer migrator"
 
 
 # A save that did not come about.
@@ -104,7 +108,7 @@ def test_a_rank_with_other_tensors_is_not_said_to_be_late() -> None:
 )
 def test_why_nothing_was_committed(found: Any, writes: bool, why: str) -> None:
     """The shares of others are blamed only if they are missing."""
-    assert together(Ranks(), found=found, writes=writes)._why_uncommitted() == why
+    assert why_uncommitted(Peers(), found, writes=writes) == why
 
 
 DECIDED = Line("decide", 0, point=(7, 0), is_trained=True, members=(0, 1))
@@ -113,31 +117,31 @@ DECIDED = Line("decide", 0, point=(7, 0), is_trained=True, members=(0, 1))
 @pytest.mark.parametrize(
     ("ranks", "me", "why"),
     [
-        (Ranks(is_lost=True), Self(0), "the job's store is gone; no step was agreed on"),
-        (Ranks(Line("decide", 1)), Self(0, reach=(3, 0)), "the others have nothing to save; no step was agreed on"),
-        (Ranks(DECIDED), Self(0, reach=(8, 0)), "it is past step 7, which was agreed on"),
-        (Ranks(DECIDED), Self(0, reach=(6, 0)), "it did not come to step 7, which was agreed on, in time"),
+        (Peers(store_is_unreachable=True), Self(0), "the job's store is gone; no step was agreed on"),
+        (Peers(Line("decide", 1)), Self(0, reach=(3, 0)), "the others have nothing to save; no step was agreed on"),
+        (Peers(DECIDED), Self(0, reach=(8, 0)), "it is past step 7, which was agreed on"),
+        (Peers(DECIDED), Self(0, reach=(6, 0)), "it did not come to step 7, which was agreed on, in time"),
         (
-            Ranks(DECIDED),
+            Peers(DECIDED),
             Self(0, reach=(7, 1)),
             "it is in the next epoch, and what it held of step 7 before that changed",
         ),
         (
-            Ranks(replace(DECIDED, point=(7, 1))),
+            Peers(replace(DECIDED, point=(7, 1))),
             Self(0, reach=(7, 0)),
             "it did not come to the epoch behind step 7, which was agreed on, in time",
         ),
-        (Ranks(DECIDED), Self(0, reach=None), "its script ends"),
-        (Ranks(DECIDED), Self(0, reach=(7, 0), is_unclean=True), "what it holds changed outside a step"),
+        (Peers(DECIDED), Self(0, reach=None), "its script ends"),
+        (Peers(DECIDED), Self(0, reach=(7, 0), is_unclean=True), "what it holds changed outside a step"),
     ],
 )
-def test_why_a_rank_saves_alone(ranks: Ranks, me: Self, why: str) -> None:
+def test_why_a_rank_saves_alone(ranks: Peers, me: Self, why: str) -> None:
     """Not each time because it was late."""
-    assert together(ranks)._why_alone(me) == why
+    assert why_alone(ranks, me) == why
 
 
 @pytest.mark.parametrize(
-    ("reach", "is_kept", "news", "why"),
+    ("reach", "is_kept", "notice", "why"),
     [
         ((8, 0), False, None, "it has gone on already"),
         ((8, 0), False, object(), "it has gone on already"),
@@ -146,28 +150,9 @@ def test_why_a_rank_saves_alone(ranks: Ranks, me: Self, why: str) -> None:
         (None, False, None, "its script has ended"),
     ],
 )
-def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, is_kept: bool, news: Any, why: str) -> None:
+def test_why_a_rank_cannot_save_what_another_one_asks_for(reach: Any, is_kept: bool, notice: Any, why: str) -> None:
     """A loop that stands still has not gone on, nor has one that has only begun the next epoch."""
-    saver = object.__new__(JointSaver)
-    gate = SimpleNamespace(reach=reach, can_save=lambda _: is_kept, is_at=lambda _: False)
-    saver.__dict__.update(_shop=SimpleNamespace(gate=gate), _leaving=SimpleNamespace(news=news))
+    gate: Any = SimpleNamespace(reach=reach, can_save=lambda _: is_kept, is_at=lambda _: False)
+    leaving: Any = SimpleNamespace(notice=notice)
 
-    assert saver._why_not((7, 0)) == why
-
-
-@pytest.mark.parametrize(
-    ("lives", "why"),
-    [(1, "No later life of the job has begun"), (2, r"A later life of the job \(generation 2\) has begun")],
-)
-def test_why_a_part_is_gone(tmp_path: Path, lives: int, why: str) -> None:
-    """A later life is blamed only if there is one."""
-    storage = LocalStorage(tmp_path / "root", "job")
-    for _ in range(lives):
-        claim(storage, fresh=False, about={})
-    manifest = whole(storage, save(storage, 1, 5))
-    for part in (storage.directory / manifest.ckpt).iterdir():
-        part.unlink()
-    attempt = object.__new__(Attempt)
-    attempt.__dict__.update(_shop=SimpleNamespace(storage=storage))
-    with pytest.raises(StorageError, match=why):
-        attempt._commit(manifest)
+    assert why_not((7, 0), gate, leaving) == why

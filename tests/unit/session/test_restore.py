@@ -16,13 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from migrator.session import restore_plan as loading
-from migrator.ckpt import codec as tree
-from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageError
-from migrator.session.restore_plan import Fit, Loaded, load, newest_usable
+from migrator.ckpt import codec
 from migrator.ckpt.manifest import Manifest
+from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageTransientError
+from migrator.session import restore
+from migrator.session.restore import load, newest_usable
+from migrator.session.restore_plan import Loaded, RestorePlan
 from migrator.state.registry import Registry
-from migrator.storage.posix import LocalStorage
+from migrator.storage.posix import PosixStorage
+from migrator.storage.posix_errors import kind_of
 from tests.support.harness import ROOT
 from tests.unit.state.test_adapters import Volume, registered
 
@@ -37,7 +39,7 @@ def volume(tmp_path: Path) -> Volume:
 
 def kept(value: Any) -> Any:
     """As a manifest holds it, with all its tensors."""
-    return tree.encode(value, put=lambda tensor, path: None, path="value")
+    return codec.encode(value, put=lambda tensor, path: None, path="value")
 
 
 def manifest_of(ranks: int = 1, **extra: Any) -> Manifest:
@@ -63,7 +65,7 @@ def draws(state: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def restored(manifest: Manifest, *, rank: int = 0, size: int = 1) -> Loaded:
-    return Fit(manifest, Registry(), rank=rank, size=size).restore({})
+    return RestorePlan(manifest, Registry(), rank=rank, size=size).restore({})
 
 
 # Random states.
@@ -163,7 +165,7 @@ def test_what_is_a_ranks_own_and_of_another_form_is_corrupt(own: Any) -> None:
     """Of the rank that asks; another one's is not looked at."""
     manifest = Manifest(1, 10, "job", 2, (), {}, {"own": {"1": own}})
     with pytest.raises(CkptCorrupt, match=f"{CKPT}: what is rank 1's own is not of the form that a save writes"):
-        Fit(manifest, Registry(), rank=1, size=2)
+        RestorePlan(manifest, Registry(), rank=1, size=2)
     assert restored(manifest, rank=0, size=2).step == 10
 
 
@@ -206,13 +208,13 @@ def test_tensors_are_read_straight_into_what_is_registered(volume: Volume, monke
     """No second copy of the model."""
     name = volume.save(model=nn.Linear(300, 300))
     model, homes = nn.Linear(300, 300), {}
-    real = loading.read_part
+    real = restore.read_part
 
     def read_part(*arguments: Any, **more: Any) -> dict[str, torch.Tensor]:
         homes.update(arguments[3])
         return real(*arguments, **more)
 
-    monkeypatch.setattr(loading, "read_part", read_part)
+    monkeypatch.setattr(restore, "read_part", read_part)
     volume.load(name, model=model)
     assert {home.data_ptr() for home in homes.values()} >= {model.weight.data_ptr()}
 
@@ -252,7 +254,7 @@ def test_all_that_does_not_fit_is_told_at_once(volume: Volume) -> None:
     assert metrics == {"x": 7}
 
     with pytest.raises(CkptMismatch, match=f"the ckpt {CKPT} does not fit"):
-        Fit(manifest_of(), registered(a=[1.0]))
+        RestorePlan(manifest_of(), registered(a=[1.0]))
 
 
 @pytest.mark.parametrize("state", [{}, {"state": 7, "param_groups": 7}, {"param_groups": [7]}], ids=str)
@@ -261,7 +263,7 @@ def test_a_state_of_another_form_is_corrupt(state: dict[str, Any]) -> None:
     objects = {"a": {"kind": "optimizer", "tree": kept({"class": "SGD", **state})}}
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     with pytest.raises(CkptCorrupt, match=f"{CKPT}: the state of 'a' is not of the form that a save writes"):
-        Fit(Manifest(1, 10, "job", 1, (), objects), registered(a=optimizer))
+        RestorePlan(Manifest(1, 10, "job", 1, (), objects), registered(a=optimizer))
 
 
 # A volume on which something happens meanwhile.
@@ -270,7 +272,7 @@ def test_a_state_of_another_form_is_corrupt(state: dict[str, Any]) -> None:
 def test_what_was_loaded_is_durable_from_then_on(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been there only because the node did not crash."""
     durable: list[str] = []
-    monkeypatch.setattr(loading, "make_durable", lambda storage, name: durable.append(name))
+    monkeypatch.setattr(restore, "make_durable", lambda storage, name: durable.append(name))
     name = volume.save(a=[1.0])
     volume.load(name, a=[0.0])
     assert durable == [name]
@@ -278,7 +280,7 @@ def test_what_was_loaded_is_durable_from_then_on(volume: Volume, monkeypatch: py
 
 @pytest.mark.parametrize("place", ["make_durable", "read_part"])
 @pytest.mark.parametrize(
-    ("code", "error"), [(errno.ENOENT, CkptCorrupt), (errno.ELOOP, CkptCorrupt), (errno.EIO, StorageError)]
+    ("code", "error"), [(errno.ENOENT, CkptCorrupt), (errno.ELOOP, CkptCorrupt), (errno.EIO, StorageTransientError)]
 )
 def test_a_ckpt_that_goes_while_it_is_read_is_corrupt_and_a_failing_volume_is_not(
     volume: Volume, monkeypatch: pytest.MonkeyPatch, place: str, code: int, error: type[Exception]
@@ -287,9 +289,9 @@ def test_a_ckpt_that_goes_while_it_is_read_is_corrupt_and_a_failing_volume_is_no
     name = volume.save(model=nn.Linear(300, 300))
 
     def fail(*_: Any, **__: Any) -> None:
-        raise StorageError("so it is", errno=code)
+        raise kind_of(code)("so it is", errno=code)
 
-    monkeypatch.setattr(loading, place, fail)
+    monkeypatch.setattr(restore, place, fail)
     with pytest.raises(error, match="so it is") as failure:
         load(volume.storage, name, registered(model=nn.Linear(300, 300)))
     assert type(failure.value) is error
@@ -320,20 +322,20 @@ def test_the_first_that_is_whole_is_taken_and_those_before_it_are_named(caplog: 
 def test_a_tensor_that_the_parts_do_not_hold_is_corrupt() -> None:
     """By name, with its type and shape."""
     tensor = torch.zeros(3)
-    stored = tree.encode({"t": tensor}, put=lambda tensor, path: "t", path="value")
+    stored = codec.encode({"t": tensor}, put=lambda tensor, path: "t", path="value")
     manifest = Manifest(1, 10, "job", 1, (), {"a": {"kind": "container", "tree": stored}})
     fits: dict[str, Any] = {"t": torch.ones(3)}
     for tensors in ({}, {"t": torch.ones(4)}, {"t": torch.ones(3, dtype=torch.float64)}, {"u": torch.ones(3)}):
         with pytest.raises(CkptCorrupt, match="names a tensor 't' that its parts do not hold like that"):
-            Fit(manifest, registered(a={"t": tensor})).restore(tensors)
-    Fit(manifest, registered(a=(there := {"t": tensor}))).restore(fits)
+            RestorePlan(manifest, registered(a={"t": tensor})).restore(tensors)
+    RestorePlan(manifest, registered(a=(there := {"t": tensor}))).restore(fits)
     assert torch.equal(there["t"], torch.ones(3))
 
 
 def test_storage_is_asked_for_nothing_but_the_ckpt(volume: Volume) -> None:
     """A load of one rank reads its manifest and its parts."""
     name = volume.save(a=[1.0], model=nn.Linear(2, 2))
-    other = LocalStorage(volume.storage.root, "job")
+    other = PosixStorage(volume.storage.root, "job")
     model = nn.Linear(2, 2)
     loaded = load(other, name, registered(a=[0.0], model=model))
     assert (loaded.ckpt, loaded.step, loaded.ranks) == (name, 1, 1)

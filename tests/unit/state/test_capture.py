@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+from migrator.state.adapters.containers import copied
 from migrator.state.capture import Capturer
-from migrator.state.adapters.base import copied
-from tests.support.harness import ROOT, Job
 from tests.unit.state.test_adapters import registered
 
 
@@ -107,31 +106,3 @@ def test_an_error_of_another_kind_is_the_scripts_own() -> None:
     busy.state_dict = lambda: {}[1]  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         capturer.take(1, None, full=True)
-
-
-TRAIN = """
-import torch
-from torch import nn
-from migrator import migrator
-from tests.unit.state.test_capture import Busy
-
-model, busy = nn.Linear(2, 2), Busy(0)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for name, value in (("model", model), ("optimizer", optimizer), ("busy", busy)):
-    migrator.register(name, value)
-migrator.listening()
-busy.times = 10**9
-for step in migrator.batches(range(10**9)):
-    model(torch.randn(3, 2)).sum().backward()
-    optimizer.step()
-    print("trained", flush=True)
-"""
-
-
-def test_a_last_save_that_fails_for_it_says_so(job: Job) -> None:
-    """And not that the loop has no safe points."""
-    life = job.write(TRAIN).run(MIGRATOR_GRACE_S="1", PYTHONPATH=str(ROOT))
-    life.wait_for("^trained")
-    life.kill()
-    assert life.wait() == 143, life.text
-    assert "another thread changed busy each time" in life.events("save_failed")[0]["why"]

@@ -12,12 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from migrator.session import restore_plan as loading
-from migrator.ckpt import manifest
-from migrator.ckpt import codec as tree
+from migrator.ckpt import codec, manifest
 from migrator.errors import RegistrationError
+from migrator.session import restore
 from migrator.state.registry import Registry
-from tests.support.harness import Job
 from tests.unit.state.test_adapters import Volume, refusal, registered
 
 
@@ -69,8 +67,8 @@ def test_in_a_dict_another_one_takes_its_place(volume: Volume) -> None:
 )
 def test_more_than_a_manifest_holds_is_refused(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be refused by every save."""
-    monkeypatch.setattr(manifest, "LIMIT", 4_500_000)
-    monkeypatch.setattr(tree, "_WORTH_COUNTING", 300_000)
+    monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 4_500_000)
+    monkeypatch.setattr(codec, "_WORTH_COUNTING", 300_000)
     found = refusal(value)
     assert "a manifest holds at most 4500000" in found
     assert "in a tensor or in a numpy array" in found
@@ -78,7 +76,7 @@ def test_more_than_a_manifest_holds_is_refused(value: Any, monkeypatch: pytest.M
 
 def test_what_is_registered_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors and large arrays do not count: they lie in parts. What was refused does not count either."""
-    monkeypatch.setattr(manifest, "LIMIT", 4_500_000)
+    monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 4_500_000)
     registry = Registry()
     registry.add("tensor", torch.zeros(2_000_000))
     registry.add("arrays", {"a": np.zeros(1_000_000)})
@@ -150,7 +148,7 @@ def test_what_was_loaded_is_newer_than_what_was_registered(volume: Volume) -> No
     name = volume.save(metrics={"loss": 5.0})
     metrics: dict[str, Any] = {"loss": 0.0}
     registry = registered(metrics=metrics)
-    loading.load(volume.storage, name, registry)
+    restore.load(volume.storage, name, registry)
     metrics["loss"] = Path("x")
     live: dict[str, Any] = {}
     volume.load(volume.save_registry(registry), metrics=live)
@@ -212,43 +210,3 @@ def test_a_scheduler_is_saved_as_a_whole_or_not_at_all(volume: Volume) -> None:
     scheduler.step_size = Path("x")  # type: ignore[assignment]
     with pytest.raises(RegistrationError, match=r"scheduler\.state\.step_size"):
         volume.save_registry(registry)
-
-
-TRAIN = """
-import pathlib
-import torch
-from torch import nn
-from migrator import migrator
-
-model = nn.Linear(4, 2)
-optimizer = torch.optim.AdamW(model.parameters())
-metrics = {"loss": 0.0, "file": ""}
-for name, value in (("model", model), ("optimizer", optimizer), ("metrics", metrics)):
-    migrator.register(name, value)
-migrator.listening()
-if migrator.resume:
-    migrator.load_ckpt()
-    print("metrics", metrics)
-for step in migrator.batches(range(10_000_000)):
-    optimizer.zero_grad()
-    loss = model(torch.randn(3, 4)).sum()
-    loss.backward()
-    optimizer.step()
-    metrics["loss"] = step + 1
-    if step == 3:
-        metrics["file"] = pathlib.Path("best.pt")
-        print("trained", flush=True)
-"""
-
-
-def test_the_last_save_is_made_although_metrics_hold_a_path(job: Job) -> None:
-    """The pod goes, and nothing but that entry is lost."""
-    life = job.write(TRAIN).run()
-    life.wait_for("^trained")
-    life.kill()
-    assert life.wait() == 143, life.text
-
-    assert len(life.events("unstorable")) == 1
-    step = life.events("committed")[-1]["step"]
-    again = job.run()
-    again.wait_for(rf"^metrics {{'loss': {step}, 'file': ''}}")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from migrator.state.adapters import base as kinds
-from migrator.session import restore_plan as loading
-from migrator.state.capture import Capturer
-from migrator.errors import CkptCorrupt
 from migrator.ckpt.manifest import Manifest
+from migrator.errors import CkptCorrupt
+from migrator.session import restore
+from migrator.state.adapters import module
+from migrator.state.capture import Capturer
 from tests.unit.state.test_adapters import Tied, Volume, registered
 
 
@@ -37,7 +37,7 @@ def test_layers_are_frozen_and_thawed_as_they_were(volume: Volume, caplog: pytes
     """The next step trains what the last one did."""
     model, other = layers(frozen=0), layers(frozen=2)
     registry = registered(model=other)
-    loading.load(volume.storage, volume.save(model=model), registry)
+    restore.load(volume.storage, volume.save(model=model), registry)
     registry.first_step()
 
     assert flags(other) == flags(model) == [False] * 2 + [True] * 4
@@ -50,7 +50,7 @@ def test_the_flags_are_those_of_the_safe_point(volume: Volume) -> None:
     kind = registered(model=model)["model"]
     captured = kind.capture()
     model.requires_grad_(True)
-    assert kind.frozen(captured)[kinds.WITHOUT_GRAD] == ["0.weight", "0.bias"]
+    assert kind.frozen(captured)[module.WITHOUT_GRAD] == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -58,10 +58,10 @@ def test_flags_that_differ_at_the_first_step_are_named(
     volume: Volume, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:
     """What the script sets behind the load stays; of several ranks nothing is set behind the back of DDP."""
-    monkeypatch.setattr(kinds, "_has_several_ranks", lambda: several)
+    monkeypatch.setattr(module, "_has_several_ranks", lambda: several)
     model, other = layers(frozen=0), layers(frozen=2)
     registry = registered(model=other)
-    loading.load(volume.storage, volume.save(model=model), registry)
+    restore.load(volume.storage, volume.save(model=model), registry)
     if not several:
         other[0].requires_grad_(True)
         other[2].requires_grad_(False)
@@ -90,7 +90,7 @@ def test_a_ckpt_that_does_not_tell_changes_no_flag(volume: Volume, caplog: pytes
     name, other = volume.save(model=layers(frozen=0)), layers(frozen=2)
     changed(volume, name, None)
     registry = registered(model=other)
-    loading.load(volume.storage, name, registry)
+    restore.load(volume.storage, name, registry)
     registry.first_step()
     assert flags(other) == flags(layers(frozen=2))
     assert not caplog.records
@@ -108,9 +108,9 @@ def test_names_that_are_none_are_corrupt(volume: Volume, names: Any) -> None:
 def changed(volume: Volume, name: str, names: Any) -> None:
     path = volume.storage.directory / name / "manifest.json"
     found = Manifest.from_bytes(path.read_bytes())
-    del found.objects["model"]["tree"][kinds.WITHOUT_GRAD]
+    del found.objects["model"]["tree"][module.WITHOUT_GRAD]
     if names is not None:
-        found.objects["model"]["tree"][kinds.WITHOUT_GRAD] = names
+        found.objects["model"]["tree"][module.WITHOUT_GRAD] = names
     path.write_bytes(found.to_bytes())
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from migrator.session import restore_plan as loading
-from migrator.state.capture import Capturer
 from migrator.errors import CkptMismatch
+from migrator.session import restore
+from migrator.state.capture import Capturer
 from tests.unit.state.test_adapters import Volume, assert_same_state, registered, seeded
 
 
@@ -112,7 +112,7 @@ def test_what_a_module_makes_room_for_is_loaded(volume: Volume, kind: Any, lengt
         model[1].scale.data += 1
         model[1].note = torch.ones(4)
     registry = registered(model=other)
-    loading.load(volume.storage, volume.save(model=model), registry)
+    restore.load(volume.storage, volume.save(model=model), registry)
 
     assert_same_state(model, other)
     capture = Capturer(registry).take(1, None, full=True)

@@ -1,0 +1,92 @@
+"""What all attempts of one life share: the staging buffer, the progress, and when an attempt is given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from migrator.events import log
+from migrator.leaving.leaving import Leaving
+from migrator.loop.gate import Phase
+from migrator.save.attempt import Attempt
+from migrator.save.context import SaveContext
+from migrator.save.progress import ForHook, Progress
+from migrator.save.results import GivenUp
+from migrator.save.speed import Speed
+from migrator.save.staging import StagingBuffer, room_for
+from migrator.state.capture import Capture
+
+
+class AttemptFactory:
+    """Makes them."""
+
+    def __init__(
+        self,
+        context: SaveContext,
+        leaving: Leaving,
+        speed: Speed,
+        for_hook: ForHook,
+        on_advance: Callable[[], None] | None,
+    ) -> None:
+        self._context = context
+        self._leaving = leaving
+        self._speed = speed
+        self._for_hook = for_hook
+        self._on_advance = on_advance
+        self._staging = StagingBuffer()
+        self._progress = Progress("saving")
+
+    def prepare(self) -> None:
+        """Take the memory for copies, before the loop stands at the gate."""
+        self._staging.prepare(self._live_bytes())
+
+    def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
+        """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""
+        notice = self._leaving.notice
+        self._progress.close()
+        progress = self._progress = Progress(
+            "saving", grace_end_s=notice.deadline_s if is_leaving and notice is not None else None
+        )
+
+        def on_block(done: int, total: int) -> None:
+            self._leaving.advanced_s = time.monotonic()
+            if self._on_advance is not None:
+                self._on_advance()
+            progress(done, total)
+            self._for_hook(done, total)
+            if done == total:
+                progress.close()
+            if not is_leaving and self._leaving.notice is not None:
+                self._weigh(done, total, capture.step)
+
+        return Attempt(
+            self._context, capture, staging=self._staging, may_open=not is_leaving, on_block=on_block, members=members
+        )
+
+    def end(self) -> None:
+        """The save is over, for better or worse."""
+        self._progress.close()
+        self._staging.free()
+
+    def _weigh(self, done: int, total: int, step: int) -> None:
+        """A notice came in the middle of a save: go on with it, or give it up for the newest step?"""
+        newest = self._context.gate.capture
+        if newest is not None and newest.step == step and self._context.gate.phase is Phase.CLEAN:
+            return  # it is the newest
+        if self._speed.fits(total, self._leaving.left_s):
+            log("save_given_up", step=step, written=done, bytes=total, means="the newest step is saved instead")
+            raise GivenUp
+
+    def _live_bytes(self) -> int:
+        capture = self._context.gate.capture
+        if capture is None:
+            return 0
+        try:
+            return sum(
+                room_for(tensor)
+                for name, adapter in self._context.registry
+                if name in capture.values
+                for tensor in adapter.watched(capture.values[name])
+            )
+        except RuntimeError:  # the script is changing its modules at this moment
+            return 0

@@ -1,0 +1,149 @@
+"""What the kernel is asked for names: written aside, synced, linked, renamed, removed.
+
+A call that reports success without acting is detected: after it the name is looked for.
+Everything here raises `OSError`, as the kernel does; `posix` makes it an error of ours.
+
+The kernel is asked by way of `os` alone, here, in `posix` and in `file_io`. So a test can
+put another one in its place, one that forgets what was not synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from migrator.storage import file_io
+
+HIDDEN = "."
+LEFTOVER = re.compile(r"\..+\.(?:[0-9a-f]{12}\.tmp|claim)", re.ASCII)
+"""The hidden names that `aside` and `link` make."""
+
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
+
+
+def aside(target: Path) -> Path:
+    """A hidden name beside this one, that no other writer makes."""
+    return target.with_name(f"{HIDDEN}{target.name.lstrip('.')}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+def create(path: Path) -> int:
+    """A descriptor to write a new file."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """A new small file with durable bytes. Its name is not durable yet."""
+    fd = create(path)
+    try:
+        file_io.write_all(fd, [memoryview(data)], 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make durable what was made, renamed or removed in a directory."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # Some file systems (FUSE, SMB) have no sync for directories and no need of one.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """Make one directory, unless it is there; its name is not durable yet."""
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        if not is_directory(directory):
+            raise NotADirectoryError(errno.ENOTDIR, "is a file", str(directory)) from None
+    if not is_there(directory):
+        raise OSError(errno.EIO, "it was reported as made and is not there")
+
+
+def unlink(path: Path) -> None:
+    """Remove a file; none there is fine."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move a name, over what has it."""
+    os.rename(source, target)
+    if is_there(source) or not is_there(target):
+        raise OSError(errno.EIO, "it was reported as renamed and is not")
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name; `FileExistsError` if that name is taken.
+
+    Unlike rename(), link() never takes a name that is in use.
+    """
+    try:
+        os.link(source, target)
+        if not is_there(target):
+            raise OSError(errno.EIO, "it was reported as linked and is not")
+    except OSError as error:
+        # Over a network the answer to a link that was made can get lost; the call repeated finds it taken.
+        if _is_same_file(source, target):
+            return
+        if error.errno not in _NO_LINKS:
+            raise
+        _claim_and_rename(source, target)
+
+
+def _claim_and_rename(source: Path, target: Path) -> None:
+    """Where there are no links: an empty file that only one can make stands for the right to rename.
+
+    Not the target itself: a crash in between would leave it there, empty, for ever.
+    """
+    claim = target.with_name(f"{HIDDEN}{target.name}.claim")
+    os.close(create(claim))
+    try:
+        # By listing: a caller that asks for the name alone may get an older answer (NFS).
+        if target.name in os.listdir(target.parent):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        rename(source, target)
+    finally:
+        unlink(claim)
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samestat(os.stat(one), os.stat(other))
+    except OSError:
+        return False
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory of this name, or a link to one."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def is_link(path: str) -> bool:
+    """Whether the name is that of a symbolic link."""
+    try:
+        return stat.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this name."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
