@@ -57,7 +57,7 @@ class Bucket:
         with self.lock:
             self._upload(hidden).pieces += pieces
 
-    def finish(self, hidden: str, *, exclusivex: bool = False) -> None:
+    def finish(self, hidden: str, *, exclusive: bool = False) -> None:
         """The upload gets its name."""
         with self.lock:
             upload = self._upload(hidden)
