@@ -25,7 +25,6 @@ from typing import Any
 
 from migrator.ckpt.digests import block_count
 from migrator.ckpt.names import COUNT_MAX, ckpt_name, is_part_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.sealed import check_format, seal, unseal
 from migrator.errors import CkptCorrupt, SaveFailed
 
@@ -35,6 +34,25 @@ MANIFEST_LIMIT = 256 << 20
 """Bytes of a manifest at most. Anything large belongs into a part."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What the manifest says of a part."""
+
+    name: str
+    """The file's name inside the ckpt's directory."""
+    bytes: int
+    digest: str
+    blocks: tuple[str, ...]
+    tensor_digests: Mapping[str, builtins.bytes] = field(default_factory=dict, compare=False, repr=False)
+    """The digest of each tensor as it was written. Only the writer knows it."""
+    as_read: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The entry as it was read: unknown fields are written again."""
+
+    def to_json(self) -> dict[str, Any]:
+        known = {"name": self.name, "bytes": self.bytes, "digest": self.digest, "blocks": list(self.blocks)}
+        return {**self.as_read, **known}
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from migrator.ckpt.manifest import objects_from, parts_from
+from migrator.ckpt.manifest import PartRecord, objects_from, parts_from
 from migrator.ckpt.names import COUNT_MAX
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.point import Point
 from migrator.ckpt.sealed import check_format, seal, unseal
 from migrator.errors import CkptCorrupt

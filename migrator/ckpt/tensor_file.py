@@ -27,8 +27,8 @@ import xxhash
 
 from migrator.ckpt.codec import DTYPES, dtype_name
 from migrator.ckpt.digests import BLOCK, Digest, block_count, block_digest, digest_of_blocks
+from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import file_in, manifest_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageForeignError
 from migrator.storage.base import Reader, Storage
 
@@ -142,13 +142,11 @@ def write_part(
     name: str,
     tensors: Mapping[str, torch.Tensor] | Mapping[str, Callable[[], torch.Tensor]],
     *,
-    before_block: Callable[[list[str]], None] | None = None,
     after_block: Callable[[int, int], None] | None = None,
 ) -> PartRecord:
     """Write `<ckpt>/<part>`; when this returns, its bytes and its name are durable.
 
-    `before_block` is called with the names of the tensors of the next write call, before they are fetched;
-    `after_block` with the number of bytes written so far, and of all bytes.
+    `after_block` is called with the number of bytes written so far, and of all bytes.
     """
     ckpt, _, part = name.rpartition("/")
     layout = Layout.of({key: _fetched(source) for key, source in tensors.items()})
@@ -156,8 +154,6 @@ def write_part(
     with storage.upload(name) as file:
         front = [memoryview(layout.header)]
         for group in _groups(layout.places) or [[]]:
-            if before_block is not None:
-                before_block(list(dict.fromkeys(place.name for place, _, _ in group)))
             buffers = front + [tensor_digests.piece(tensors[p.name], p, a, b) for p, a, b in group]
             for buffer in buffers:
                 digest.update(buffer)

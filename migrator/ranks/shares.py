@@ -22,9 +22,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest
+from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest, PartRecord
 from migrator.ckpt.names import MANIFEST, file_in, parse_rank_record_name, rank_record_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.point import Point
 from migrator.ckpt.rank_record import RankRecord
 from migrator.errors import CkptCorrupt, CkptMismatch, StorageError

@@ -26,8 +26,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import ckpt_name, file_in, own_name, part_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.rank_record import RankRecord
 from migrator.ckpt.tensor_file import digest_of, write_part
 from migrator.events import log

@@ -27,17 +27,53 @@ from pathlib import Path
 
 from migrator.errors import (
     StorageAccessError,
+    StorageError,
     StorageExistsError,
     StorageForeignError,
+    StorageFullError,
+    StorageNotFoundError,
     StorageReadOnlyError,
+    StorageTransientError,
 )
-from migrator.storage import file_io
 from migrator.storage import posix_calls as calls
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
-from migrator.storage.posix_errors import as_storage_error
 
 _READ_MAX = 16 << 20
 """Bytes that one call reads of a small file, so that its limit and not its size takes memory."""
+
+_KINDS: dict[int, type[StorageError]] = {
+    errno.ENOENT: StorageNotFoundError,
+    errno.EISDIR: StorageForeignError,
+    errno.ENOTDIR: StorageForeignError,
+    errno.ELOOP: StorageForeignError,
+    errno.ENXIO: StorageForeignError,
+    errno.ENOSPC: StorageFullError,
+    errno.EDQUOT: StorageFullError,
+    errno.EFBIG: StorageFullError,
+    errno.EACCES: StorageAccessError,
+    errno.EPERM: StorageAccessError,
+    errno.EROFS: StorageReadOnlyError,
+    # Not StorageExistsError: that says that an exclusive name is taken. This is about a file that should be new.
+    errno.EEXIST: StorageError,
+    errno.ENAMETOOLONG: StorageError,
+}
+"""The class of a failed call, by its errno. All others may go away by themselves."""
+
+_WHAT_TO_DO = {
+    errno.ENOSPC: "Make room on the volume, or keep fewer ckpts (MIGRATOR_KEEP)",
+    errno.EDQUOT: "Raise the quota, or keep fewer ckpts (MIGRATOR_KEEP)",
+    errno.EACCES: "Give the job's user the right to write there, or name another root (MIGRATOR_CKPT)",
+    errno.EPERM: "Give the job's user the right to write there, or name another root (MIGRATOR_CKPT)",
+    errno.EROFS: "Mount the volume writable, or name another root (MIGRATOR_CKPT)",
+    errno.ENOTDIR: "A part of the path is a file; name a directory (MIGRATOR_CKPT)",
+    errno.EISDIR: "Something else lies where a file of a ckpt belongs; move it away",
+    errno.ENAMETOOLONG: "Choose a shorter root (MIGRATOR_CKPT) or job name (MIGRATOR_JOB)",
+    errno.ENOENT: "It should be there; see whether somebody cleans up the volume, or name another root (MIGRATOR_CKPT)",
+    errno.EEXIST: "Something lies where a new file belongs; move it away",
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or name another root (MIGRATOR_CKPT)",
+    errno.EIO: "See the node's kernel log; the volume or the way to it is failing",
+    errno.ESTALE: "The server forgot the file; see whether the volume was mounted anew",
+}
 
 
 class PosixStorage(Storage):
@@ -94,7 +130,7 @@ class PosixStorage(Storage):
         with as_storage_error("write", path):
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                file_io.write_all(fd, [memoryview(data)], 0)
+                calls.write_all(fd, [memoryview(data)], 0)
             finally:
                 os.close(fd)
 
@@ -255,7 +291,7 @@ class PosixReader(Reader):
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:
         try:
             with as_storage_error("read", self._path):
-                file_io.read_all(self._fd, buffers, offset)
+                calls.read_all(self._fd, buffers, offset)
         except EOFError as error:
             raise StorageForeignError(f"{self._path}: {error}; it has become shorter since it was written") from error
 
@@ -274,7 +310,7 @@ class PosixUpload(Upload):
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         with as_storage_error("write", self._target, needed=sum(map(len, buffers))):
-            self.bytes = file_io.write_all(self._fd, buffers, self.bytes)
+            self.bytes = calls.write_all(self._fd, buffers, self.bytes)
 
     def finish(self) -> None:
         with as_storage_error("sync", self._target):
@@ -294,3 +330,41 @@ class PosixUpload(Upload):
                 os.close(fd)
         with suppress(OSError):
             os.unlink(self._aside)
+
+
+def kind_of(code: int | None) -> type[StorageError]:
+    """The class for an error of this number."""
+    return StorageError if code is None else _KINDS.get(code, StorageTransientError)
+
+
+@contextmanager
+def as_storage_error(
+    doing: str,
+    path: Path,
+    *,
+    needed: int | None = None,
+    passing: type[OSError] | tuple[type[OSError], ...] = (),
+) -> Iterator[None]:
+    """Raise an `OSError` as a `StorageError`: what was tried, where, why it failed, what to do.
+
+    `needed`: the bytes that were to be written. `passing`: what is raised as it is.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except OSError as error:
+        code = error.errno
+        reason = (error.strerror or os.strerror(code)) if code is not None else str(error)
+        room = _room(path, needed) if code in (errno.ENOSPC, errno.EDQUOT) else ""
+        todo = _WHAT_TO_DO.get(code or 0, "See whether the volume works")
+        raise kind_of(code)(f"cannot {doing} {path}: {reason}{room}. {todo}.", errno=code) from error
+
+
+def _room(path: Path, needed: int | None) -> str:
+    try:
+        found = os.statvfs(path.parent)
+    except OSError:
+        return ""
+    free = found.f_bavail * found.f_frsize
+    return f" (needed {needed if needed is not None else 'some'} bytes, {free} are free)"

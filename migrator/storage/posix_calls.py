@@ -1,10 +1,14 @@
-"""What the kernel is asked for names: written aside, synced, linked, renamed, removed.
+"""What the kernel is asked: names written aside, synced, linked, renamed, removed; and large reads and writes.
 
 A call that reports success without acting is detected: after it the name is looked for.
 Everything here raises `OSError`, as the kernel does; `posix` makes it an error of ours.
 
-The kernel is asked by way of `os` alone, here, in `posix` and in `file_io`. So a test can
-put another one in its place, one that forgets what was not synced.
+Each change of the GIL's owner beside a busy training loop costs up to a second, so one
+read or write moves as much as it can. Filling the page cache is what makes an ordinary
+large write slow, so the kernel is asked to bypass it.
+
+The kernel is asked by way of `os` alone, here and in `posix`. So a test can put another
+one in its place, one that forgets what was not synced.
 """
 
 from __future__ import annotations
@@ -14,16 +18,22 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from migrator.storage import file_io
 
 HIDDEN = "."
 LEFTOVER = re.compile(r"\..+\.(?:[0-9a-f]{12}\.tmp|claim)", re.ASCII)
 """The hidden names that `aside` and `link` make."""
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS})
+
+_IOV_MAX = 1024
+"""Buffers that one call takes at most."""
+_CALL_MAX = 1 << 30
+"""Bytes that one call moves at most. Linux moves 2 GiB less a page."""
+_RWF_DONTCACHE = 0x80
+"""The flag of Linux >= 6.14 that bypasses the page cache."""
 
 
 def aside(target: Path) -> Path:
@@ -40,7 +50,7 @@ def write_synced(path: Path, data: bytes) -> None:
     """A new small file with durable bytes. Its name is not durable yet."""
     fd = create(path)
     try:
-        file_io.write_all(fd, [memoryview(data)], 0)
+        write_all(fd, [memoryview(data)], 0)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -147,3 +157,66 @@ def is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def write_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
+    """Write all buffers one after another from `offset` on; returns the offset behind them."""
+    flags = _RWF_DONTCACHE
+
+    def write(batch: Sequence[memoryview], at: int) -> int:
+        nonlocal flags
+        try:
+            return os.pwritev(fd, batch, at, flags)
+        except OSError as error:
+            # The kernel or the file system cannot bypass the cache.
+            if not flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            flags = 0
+            return os.pwritev(fd, batch, at)
+
+    return _move(write, buffers, offset, lambda at: OSError(errno.EIO, f"nothing was written at byte {at}"))
+
+
+def read_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
+    """Fill all buffers one after another from `offset` on; `EOFError` if the file ends before."""
+
+    def read(batch: Sequence[memoryview], at: int) -> int:
+        return os.preadv(fd, batch, at)
+
+    return _move(read, buffers, offset, lambda at: EOFError(f"the file ends already at byte {at}"))
+
+
+def _move(
+    call: Callable[[Sequence[memoryview], int], int],
+    buffers: Iterable[memoryview],
+    offset: int,
+    stuck: Callable[[int], Exception],
+) -> int:
+    """Repeat `call` until it has moved everything: it may move less than it was given."""
+    left = [piece for buffer in buffers for piece in _cut(buffer, _CALL_MAX)]
+    left.reverse()
+    while left:
+        batch: list[memoryview] = []
+        size = 0
+        while left and len(batch) < _IOV_MAX and size + len(left[-1]) <= _CALL_MAX:
+            size += len(left[-1])
+            batch.append(left.pop())
+        moved = call(batch, offset)
+        if moved <= 0:
+            raise stuck(offset)
+        offset += moved
+        left.extend(reversed(_behind(batch, moved)))
+    return offset
+
+
+def _behind(batch: list[memoryview], moved: int) -> list[memoryview]:
+    for i, piece in enumerate(batch):
+        if moved < len(piece):
+            return [piece[moved:], *batch[i + 1 :]]
+        moved -= len(piece)
+    return []
+
+
+def _cut(buffer: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, len(buffer), size):
+        yield buffer[start : start + size]

@@ -25,7 +25,7 @@ def no_network(event, arguments):
 
 sys.addaudithook(no_network)
 from migrator.ckpt import catalog, continuation, generations, leaving_mark, manifest, names, retention, sealed
-from migrator.storage import base, file_io, memory, posix
+from migrator.storage import base, memory, posix, posix_calls
 storage = posix.PosixStorage(Path(sys.argv[1]), "job")
 for name in catalog.ckpts(storage, frozenset(generations.numbers(storage))):
     manifest, about = catalog.whole(storage, name), generations.read_about(storage, 1)

@@ -350,7 +350,7 @@ def _error(code: int, path: object) -> OSError:
 
 
 class Kernel:
-    """What `posix`, `posix_calls` and `file_io` of `migrator.storage` take for `os`. Everything else is the real one's.
+    """What `posix` and `posix_calls` of `migrator.storage` take for `os`. Everything else is the real one's.
 
     `before` is called before each call that changes the disk or makes something durable, with its name: it may
     record, let other processes go first, or raise `Cut`.
@@ -521,6 +521,5 @@ def instead_of_os() -> Iterator[None]:
     with (
         patch("migrator.storage.posix.os", KERNEL),
         patch("migrator.storage.posix_calls.os", KERNEL),
-        patch("migrator.storage.file_io.os", KERNEL),
     ):
         yield

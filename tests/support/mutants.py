@@ -89,7 +89,16 @@ _LIVES = tuple(f"tests/unit/ckpt/test_{name}.py" for name in ("generations", "ca
 SUBJECTS = {
     **dict.fromkeys(
         ("storage/posix", "storage/posix_calls"),
-        Subject((("tests/unit/storage/test_posix.py",), _CONTRACT, _CRASHES, _PROTOCOL, _STORAGE_FAULTS)),
+        Subject(
+            (
+                ("tests/unit/storage/test_posix.py",),
+                _CONTRACT,
+                ("tests/unit/ckpt/test_tensor_file.py",),
+                _CRASHES,
+                _PROTOCOL,
+                _STORAGE_FAULTS,
+            )
+        ),
     ),
     "ckpt/retention": Subject(
         (("tests/unit/ckpt/test_retention.py", "-k", "not any_moment and not disk"), _CRASHES, _PROTOCOL)
@@ -138,7 +147,6 @@ SUBJECTS = {
         ),
     ),
     "ckpt/digests": Subject((("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES)),
-    "storage/file_io": Subject((("tests/unit/ckpt/test_tensor_file.py", "tests/unit/storage/test_posix.py"), _CRASHES)),
 }
 
 EXPLAINED: dict[str, str] = {

@@ -18,8 +18,7 @@ from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import MANIFEST, ckpt_name, part_name, record_name
 from migrator.ckpt.tensor_file import write_part
 from migrator.storage.base import Storage
-from migrator.storage.posix import PosixStorage
-from migrator.storage.posix_errors import kind_of
+from migrator.storage.posix import PosixStorage, kind_of
 
 ABOUT = {"script": "train.py", "argv": ["--lr", "0.1"], "host": "pod-0"}
 ASIDE = ".part.000000000000.tmp"

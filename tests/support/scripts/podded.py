@@ -20,7 +20,7 @@ import os
 import time
 from pathlib import Path
 
-from migrator.storage import file_io
+from migrator.storage import posix_calls
 
 LONG_S = 60
 """Longer than any test waits: whoever sits this out fails."""
@@ -79,7 +79,7 @@ def keep_pace(step):
         wait_until(lambda: any(ROOT.glob(f"*/*-{step - 1:012d}/manifest.json")))
 
 
-write_part, write_all = attempt.write_part, file_io.write_all
+write_part, write_all = attempt.write_part, posix_calls.write_all
 
 
 def write_part_late(*args, **named):

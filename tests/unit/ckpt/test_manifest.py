@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from migrator.ckpt import manifest as module
 from migrator.ckpt.codec import encode
 from migrator.ckpt.digests import BLOCK
-from migrator.ckpt.manifest import FORMAT, READERS, Manifest
+from migrator.ckpt.manifest import FORMAT, READERS, Manifest, PartRecord
 from migrator.ckpt.names import part_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.sealed import seal, unseal
 from migrator.errors import CkptCorrupt, CkptMismatch, SaveFailed
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import own_name, part_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.rank_record import RANK_FORMAT, RankRecord
 from migrator.ckpt.sealed import seal, unseal
 from migrator.errors import CkptCorrupt, CkptMismatch

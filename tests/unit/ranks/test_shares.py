@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from migrator.ckpt.manifest import Manifest
+from migrator.ckpt.manifest import Manifest, PartRecord
 from migrator.ckpt.names import own_name, part_name
-from migrator.ckpt.part_record import PartRecord
 from migrator.ckpt.rank_record import RANK_FORMAT, RankRecord
 from migrator.ckpt.sealed import seal
 from migrator.ranks.shares import Gathering, OnStorage, Plan

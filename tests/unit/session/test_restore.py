@@ -23,8 +23,7 @@ from migrator.session import restore
 from migrator.session.restore import load, newest_usable
 from migrator.session.restore_plan import Loaded, RestorePlan
 from migrator.state.registry import Registry
-from migrator.storage.posix import PosixStorage
-from migrator.storage.posix_errors import kind_of
+from migrator.storage.posix import PosixStorage, kind_of
 from tests.support.harness import ROOT
 from tests.unit.state.test_adapters import Volume, registered
 
