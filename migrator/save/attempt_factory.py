@@ -13,7 +13,7 @@ from migrator.save.context import SaveContext
 from migrator.save.progress import ForHook, Progress
 from migrator.save.results import GivenUp
 from migrator.save.speed import Speed
-from migrator.save.staging import StagingBuffer, room_for
+from migrator.save.staging import StagingBuffer
 from migrator.state.capture import Capture
 
 
@@ -38,24 +38,22 @@ class AttemptFactory:
 
     def prepare(self) -> None:
         """Take the memory for copies, before the loop stands at the gate."""
-        self._staging.prepare(self._live_bytes())
+        capture = self._context.gate.capture
+        if capture is not None:
+            self._staging.prepare(self._context.capturer.live(capture))
 
     def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
         """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""
         notice = self._leaving.notice
         self._progress.close()
-        progress = self._progress = Progress(
-            "saving", grace_end_s=notice.deadline_s if is_leaving and notice is not None else None
-        )
+        grace_end_s = notice.deadline_s if is_leaving and notice is not None else None
+        progress = self._progress = Progress("saving", grace_end_s=grace_end_s, for_hook=self._for_hook)
 
         def on_block(done: int, total: int) -> None:
             self._leaving.advanced_s = time.monotonic()
             if self._on_advance is not None:
                 self._on_advance()
             progress(done, total)
-            self._for_hook(done, total)
-            if done == total:
-                progress.close()
             if not is_leaving and self._leaving.notice is not None:
                 self._weigh(done, total, capture.step)
 
@@ -76,17 +74,3 @@ class AttemptFactory:
         if self._speed.fits(total, self._leaving.left_s):
             log("save_given_up", step=step, written=done, bytes=total, means="the newest step is saved instead")
             raise GivenUp
-
-    def _live_bytes(self) -> int:
-        capture = self._context.gate.capture
-        if capture is None:
-            return 0
-        try:
-            return sum(
-                room_for(tensor)
-                for name, adapter in self._context.registry
-                if name in capture.values
-                for tensor in adapter.watched(capture.values[name])
-            )
-        except RuntimeError:  # the script is changing its modules at this moment
-            return 0

@@ -27,16 +27,25 @@ _COST = 100
 
 
 class Progress:
-    """Called with the bytes done and the bytes there are."""
+    """Called with the bytes done and the bytes there are. `for_hook` hears of it as well."""
 
-    def __init__(self, event: str, *, grace_end_s: float | None = None) -> None:
+    def __init__(self, event: str, *, grace_end_s: float | None = None, for_hook: ForHook | None = None) -> None:
         self._event = event
         self._grace_end_s = grace_end_s
+        self._for_hook = for_hook
         self._start_s = time.monotonic()
         self._next_line_s = self._start_s + QUIET_S
         self._bar: Any = None
 
     def __call__(self, done: int, total: int) -> None:
+        self._show(done, total)
+        if self._for_hook is not None:
+            self._for_hook(done, total)
+        if done == total:
+            # What follows, a sync above all, is no progress.
+            self.close()
+
+    def _show(self, done: int, total: int) -> None:
         now_s = time.monotonic()
         if now_s < self._next_line_s:
             return

@@ -5,6 +5,8 @@ The memory is taken and touched before it is needed, because filling fresh memor
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,11 @@ class StagingBuffer:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def prepare(self, size: int) -> None:
-        """Take `size` bytes if the cgroup has them to spare."""
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Take memory for copies of these tensors, if the cgroup has it to spare."""
+        self._take(sum(map(_room_for, tensors)))
+
+    def _take(self, size: int) -> None:
         self._memory = None
         if size > 0 and size + _ROOM_LEFT < container.free_memory():
             self._memory = torch.zeros(size, dtype=torch.uint8)
@@ -30,23 +35,23 @@ class StagingBuffer:
         """Copies of all tensors, or None if there is no memory for them."""
         if not tensors:
             return {}
-        needed = sum(map(room_for, tensors.values()))
+        needed = sum(map(_room_for, tensors.values()))
         if self._memory is None or self._memory.numel() < needed:
             # The state has grown since: the first step makes most of an optimizer's.
-            self.prepare(needed)
+            self._take(needed)
         if self._memory is None:
             return None
         made, at = {}, 0
         for name, tensor in tensors.items():
             place = self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             made[name] = place.copy_(tensor)
-            at += room_for(tensor)
+            at += _room_for(tensor)
         return made
 
     def free(self) -> None:
         self._memory = None
 
 
-def room_for(tensor: Tensor) -> int:
+def _room_for(tensor: Tensor) -> int:
     """Bytes that a copy takes, rounded up so that the next one is aligned."""
     return (tensor.nbytes + 63) // 64 * 64

@@ -177,16 +177,26 @@ class Capturer:
         for name, value in capture.values.items():
             self._registry[name].release(value)
 
+    def live(self, capture: Capture) -> list[Tensor]:
+        """The large tensors that a save of this capture reads; none while the script changes its modules."""
+        try:
+            return [tensor for name in capture.marks for tensor in self._watched(name, capture)]
+        except (RuntimeError, KeyError):
+            return []
+
     def changed(self, capture: Capture) -> list[str]:
         """Names of the objects whose large tensors have changed since the safe point."""
         found = []
         for name, mark in capture.marks.items():
             try:
-                if mark.differs(self._registry[name].watched(capture.values[name])):
+                if mark.differs(self._watched(name, capture)):
                     found.append(name)
             except (RuntimeError, KeyError):  # the script is adding modules or parameters at this moment
                 found.append(name)
         return found
+
+    def _watched(self, name: str, capture: Capture) -> list[Tensor]:
+        return self._registry[name].watched(capture.values[name])
 
 
 def _tensors(target: Any) -> list[Tensor]:

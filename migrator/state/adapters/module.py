@@ -93,7 +93,8 @@ class Module(Adapter):
 
     def placement(self, tensor: Tensor, *, is_live: bool) -> Placement:
         """Small buffers, such as BatchNorm's running statistics, differ from rank to rank."""
-        return super().placement(tensor, is_live=is_live or tensor.nbytes > OWN_BUFFER_BYTES)
+        is_alike = (is_live or tensor.nbytes > OWN_BUFFER_BYTES) and not self.is_own
+        return Placement.REPLICATED if is_alike else Placement.PER_RANK
 
     def frozen(self, captured: Any) -> Any:
         live, copies, extra, without_grad = captured
