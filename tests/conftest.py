@@ -64,7 +64,8 @@ SEED = pytest.StashKey[int]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is quick. Tests with the longest timeout start first: otherwise one worker would finish long after."""
     for item in items:
-        if not may_start_processes(item) and not any(item.iter_markers("long")) and not any(item.iter_markers("sweep")):
+        marks = {mark.name for mark in item.iter_markers()}
+        if not may_start_processes(item) and not marks & {"slow", "long", "sweep"}:
             item.add_marker("quick")
     items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
 

@@ -1,4 +1,4 @@
-"""From a notice to the end of the process: the deadline, the outcome of the last save, the exit code.
+"""From a notice to the end of the process: deadline, outcome of the last save, exit code, who stays for an agent.
 
 Entry: `leaving.Leaving`.
 Imports: the leaves, `platform`, `notice`.

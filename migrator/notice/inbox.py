@@ -24,7 +24,7 @@ from pathlib import Path
 from migrator import events, settings
 from migrator.errors import UsageError
 from migrator.events import log
-from migrator.notice.signal_file import AGENT_MARGIN_S, SignalFile
+from migrator.notice.signal_file import SignalFile
 from migrator.notice.sigterm import Sigterm
 from migrator.notice.watcher import EXIT_MARGIN_S, Notice, Watcher
 
@@ -89,6 +89,12 @@ class NoticeInbox:
     def has_notice(self) -> bool:
         """This pod must leave."""
         return self.sigterm.is_heard or bool(self._noticed)
+
+    @property
+    def deadline_s(self) -> float:
+        """The earliest deadline of the notices so far, on the monotonic clock; 0 without a notice."""
+        with self._lock:
+            return min((notice.deadline_s for notice in self._noticed), default=0.0)
 
     def look_at(self, file: SignalFile, grace_s: float) -> None:
         """Watch this signal file. A request that it contains now is noticed when this returns."""
@@ -156,13 +162,6 @@ class NoticeInbox:
     def stop_guard(self) -> None:
         """`listening()` is over: from now on other code ensures that the process ends before the deadline."""
         self._is_guard_over.set()
-
-    def stay(self) -> None:
-        """Main thread: wait for SIGTERM, until shortly before the earliest deadline of the notices."""
-        with self._lock:
-            end_s = min((notice.deadline_s for notice in self._noticed), default=0.0) - AGENT_MARGIN_S
-        while not self.sigterm.is_heard and time.monotonic() < end_s:
-            time.sleep(0.02)
 
     def give_up(self) -> None:
         """After `listening()` failed, or `close()` was called: remove the handler and the watcher. The process goes

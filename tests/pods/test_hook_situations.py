@@ -20,6 +20,7 @@ import pytest
 from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
 from tests.pods.test_hooks import SHELLS, ended, wait_until
 from tests.pods.test_hooks import Pod as Container
+from tests.support import chance
 from tests.support.harness import ROOT, ForkServer, Job, Process, until
 from tests.support.rank_processes import state_of
 
@@ -103,7 +104,7 @@ SAVING = "saving ckpts..."
 FINISH = "finish ckpts!"
 
 
-@pytest.fixture(params=SHELLS)
+@pytest.fixture(params=chance.some("shells", SHELLS, 0.3))
 def pod(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Container]:
     """A container, with a blank in each of its paths."""
     name = str(request.param)

@@ -27,7 +27,7 @@ def suite(tmp_path: Path) -> Path:
         "from tests.conftest import *\nfrom tests.conftest import scratch, fork_server, job\n"
     )
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = -p no:cacheprovider\nmarkers =\n quick\n processes\n long\n sweep\n timeout\n"
+        "[pytest]\naddopts = -p no:cacheprovider\nmarkers =\n quick\n slow\n processes\n long\n sweep\n timeout\n"
     )
     return tmp_path
 
@@ -154,6 +154,8 @@ def test_what_is_quick_is_said_by_the_directory(suite: Path) -> None:
 
     assert "1 passed" in run(suite, text, "-m", "quick", place="tests/unit/room/test_it.py")
     assert "1 deselected" in run(suite, text, "-m", "quick", place="tests/jobs/test_it.py")
+    slow = f"import pytest\n\n@pytest.mark.slow\n{text}"
+    assert "1 deselected" in run(suite, slow, "-m", "quick", place="tests/unit/room/test_it.py")
 
 
 # What it says it left out.

@@ -116,6 +116,7 @@ def test_a_crowd_leaves_together(start: Start, tmp_path: Path, many: None) -> No
     assert all(decision is not None and decision.members == tuple(range(40)) for decision in decisions)
 
 
+@pytest.mark.slow
 def test_where_the_first_is_gone_the_next_stands_in(start: Start, tmp_path: Path, many: None) -> None:
     """Nobody hears a word from rank 0."""
     crew = start(6)
@@ -176,6 +177,7 @@ def test_a_line_without_its_ring_is_found(make: Make, monkeypatch: pytest.Monkey
     until(lambda: len(crew[1].lines("order")) == 2, "the ring")
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_says_nothing_of_the_ranks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is silent while the store is has not been silent."""
     crew = make(3)
