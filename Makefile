@@ -6,8 +6,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 TEST_ARGS ?=
 CRASH_ARGS ?=
-# Tests wait more than they work: more than twice as many at a time as the two cores they were measured on.
-WORKERS ?= 5
+# Tests wait more than they work: twice as many at a time as the two cores they were measured on.
+WORKERS ?= 4
 # No other directory has tests that start no process: they are not even collected.
 QUICK := tests/unit tests/docs tests/support tests/sweeps
 # What pytest makes of the tests' assertions is kept for the next run.

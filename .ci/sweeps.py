@@ -59,7 +59,7 @@ AREAS = [
     Area(
         "protocol of the ranks",
         r"migrator/ranks/|migrator/save/group/"
-        r"|migrator/session/(group|group_restore)\.py"
+        r"|migrator/session/(rank_group|group_restore)\.py"
         r"|migrator/loop/(gate|safe_points|uneven_inputs)\.py|migrator/state/capture\.py"
         r"|tests/support/(model|rank_processes|rank_history|rank_threads|torchruns)\.py"
         r"|tests/support/scripts/(ranked|losing|eventful|agent|worker)\.py"
@@ -74,7 +74,7 @@ AREAS = [
     Area(
         "hooks, notices and leaving",
         r"hooks/|yamls/|migrator/(notice|leaving|session)/|migrator/platform/(process_identity|launcher)\.py"
-        r"|migrator/save/(progress|reply|mark_keeper)\.py|migrator/ckpt/leaving_mark\.py"
+        r"|migrator/save/(progress|reply|leaving_mark_keeper)\.py|migrator/ckpt/leaving_mark\.py"
         r"|migrator/loop/(batches|followed_loop|safe_points)\.py|migrator/state/change_detector\.py"
         r"|migrator/(testing|hooks)/|tests/support/scripts/(podded|shim)\.py"
         r"|tests/pods/|tests/jobs/test_undisturbed_runs\.py",

@@ -3,5 +3,5 @@
 Entry: `leaving.Leaving`.
 Imports: the leaves, `platform`, `notice`.
 Never here: how a save is made. `save` reads the deadline here and hands over the outcome.
-Next of its kind: another reason to delay the exit is a method of `Leaving`; another exit code goes to `exit_code.py`.
+Next of its kind: another reason to delay the exit is a method of `Leaving`; `script_end.py` notes how the script ended.
 """

@@ -18,8 +18,8 @@ from typing import NoReturn
 
 from migrator.errors import Migrated
 from migrator.events import log
-from migrator.leaving.exit_code import ScriptEnd, end_with
-from migrator.leaving.staying import stay_for_agent
+from migrator.leaving.script_end import ScriptEnd, end_with
+from migrator.leaving.staying import wait_for_agent
 from migrator.notice.sigterm import Sigterm, quieten_sigchld
 from migrator.notice.watcher import EXIT_MARGIN_S, Notice
 from migrator.platform.launcher import Agent
@@ -110,7 +110,7 @@ class Leaving:
                 means="it started ranks in a pod that has saved and is about to end, and would start them again: the "
                 "groups of other pods would break each time. SIGTERM was sent to it, as kubelet is about to do",
             )
-        stay_for_agent(self._agent, is_terminated=lambda: self.is_terminated, deadline_s=self.notice.deadline_s)
+        wait_for_agent(self._agent, is_terminated=lambda: self.is_terminated, deadline_s=self.notice.deadline_s)
 
     def decide(self, outcome: Outcome) -> None:
         self.outcome = outcome

@@ -1,4 +1,4 @@
-"""Which process stays after it has nothing more to save, and until when.
+"""The wait for an agent's SIGTERM, of a process that has nothing more to save.
 
 An agent such as torchrun starts a rank that has ended again, inside the pod that is
 about to be taken away. So under an agent a rank stays until the agent's SIGTERM, at
@@ -18,7 +18,7 @@ _LOOK_S = 0.01
 """How often, in seconds, the process looks whether SIGTERM has come."""
 
 
-def stay_for_agent(agent: Agent | None, *, is_terminated: Callable[[], bool], deadline_s: float) -> None:
+def wait_for_agent(agent: Agent | None, *, is_terminated: Callable[[], bool], deadline_s: float) -> None:
     """Wait for the agent's SIGTERM; without an agent, return at once."""
     if agent is None:
         return

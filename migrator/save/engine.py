@@ -23,11 +23,11 @@ from migrator.notice.watcher import Notice
 from migrator.ranks.peers import Peers
 from migrator.save.context import SaveContext
 from migrator.save.group.group import Group
-from migrator.save.mark_keeper import MarkKeeper
+from migrator.save.leaving_mark_keeper import LeavingMarkKeeper
 from migrator.save.reply import Pod
 from migrator.save.results import GivenUp, Missed, NothingToSave, Postponed, Saved, failed_text
 from migrator.save.solo import Solo
-from migrator.save.strategy import Shared, Strategy
+from migrator.save.strategy import SaverTools, Strategy
 from migrator.save.tickets import Ticket
 from migrator.settings import Settings
 
@@ -49,8 +49,8 @@ def alone(
     explain_nothing: Callable[[], Outcome],
 ) -> Saver:
     """For a job of one process. `explain_nothing`: the answer to a notice if nothing was trained yet."""
-    shared = Shared(context, settings, leaving, file)
-    return Saver(shared, Solo(shared), explain_nothing)
+    tools = SaverTools(context, settings, leaving, file)
+    return Saver(tools, Solo(tools), explain_nothing)
 
 
 def in_group(
@@ -64,25 +64,25 @@ def in_group(
     pod: Pod,
 ) -> Saver:
     """For one of several ranks."""
-    shared = Shared(context, settings, leaving, file, pod=pod, on_advance=ranks.advance)
-    return Saver(shared, Group(shared, ranks, pod), explain_nothing)
+    tools = SaverTools(context, settings, leaving, file, pod=pod, on_advance=ranks.advance)
+    return Saver(tools, Group(tools, ranks, pod), explain_nothing)
 
 
 class Saver(threading.Thread):
     """One thread, one condition, one `close()`."""
 
-    def __init__(self, shared: Shared, strategy: Strategy, explain_nothing: Callable[[], Outcome]) -> None:
+    def __init__(self, tools: SaverTools, strategy: Strategy, explain_nothing: Callable[[], Outcome]) -> None:
         super().__init__(name="migrator-saver", daemon=True)
-        self._context = shared.context
-        self._leaving = shared.leaving
-        self._cond = shared.cond
-        self._schedule = shared.schedule
-        self._ckpts = shared.ckpts
-        self._speed = shared.speed
-        self._attempts = shared.attempts
-        self._reply = shared.reply
-        self.for_hook = shared.reply.for_hook
-        self._mark = MarkKeeper(shared.context, shared.leaving)
+        self._context = tools.context
+        self._leaving = tools.leaving
+        self._cond = tools.cond
+        self._schedule = tools.schedule
+        self._ckpts = tools.ckpts
+        self._speed = tools.speed
+        self._attempts = tools.attempts
+        self._reply = tools.reply
+        self.for_hook = tools.reply.for_hook
+        self._mark = LeavingMarkKeeper(tools.context, tools.leaving)
         self._strategy = strategy
         self._explain_nothing = explain_nothing
         self._is_closed = False

@@ -10,7 +10,7 @@ from migrator.events import log
 from migrator.leaving.leaving import Outcome
 from migrator.notice.watcher import Notice
 from migrator.save.results import GIVEN_UP, SCRIPT_ENDED, GivenUp, NothingToSave, Saved, Unclean
-from migrator.save.strategy import TICK_S, Shared
+from migrator.save.strategy import TICK_S, SaverTools
 from migrator.save.tickets import Ticket, answer_all
 
 
@@ -23,16 +23,16 @@ class Why(enum.Enum):
 class Solo:
     """The strategy of one process."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._gate = shared.context.gate
-        self._capturer = shared.context.capturer
-        self._leaving = shared.leaving
-        self._cond = shared.cond
-        self._schedule = shared.schedule
-        self._ckpts = shared.ckpts
-        self._changed_objects = shared.changed_objects
-        self._reply = shared.reply
-        self._attempts = shared.attempts
+    def __init__(self, tools: SaverTools) -> None:
+        self._gate = tools.context.gate
+        self._capturer = tools.context.capturer
+        self._leaving = tools.leaving
+        self._cond = tools.cond
+        self._schedule = tools.schedule
+        self._ckpts = tools.ckpts
+        self._changed_objects = tools.changed_objects
+        self._reply = tools.reply
+        self._attempts = tools.attempts
         self._tickets: list[Ticket] = []
         self._taken: list[Ticket] = []
         """Of those, the ones that wait for the save under way."""

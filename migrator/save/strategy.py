@@ -29,7 +29,7 @@ TICK_S = 0.05
 """Maximum time in seconds of one wait for a safe point. Then the caller checks whether it is still wanted."""
 
 
-class Shared:
+class SaverTools:
     """What the saving thread and its strategy work with."""
 
     def __init__(

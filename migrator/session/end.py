@@ -23,7 +23,7 @@ from migrator.notice.signal_file_owner import SignalFileOwner
 from migrator.platform import container
 from migrator.save.engine import Saver
 from migrator.session.departure import Departure
-from migrator.session.group import RankGroup
+from migrator.session.rank_group import RankGroup
 from migrator.settings import Settings
 
 _SAVE_S = 600.0

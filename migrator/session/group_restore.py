@@ -14,7 +14,7 @@ from migrator.ckpt.names import manifest_name
 from migrator.errors import CkptCorrupt, CkptMismatch, MigratorError, RanksError
 from migrator.ranks import large_values
 from migrator.session import restore
-from migrator.session.group import RankGroup
+from migrator.session.rank_group import RankGroup
 from migrator.session.restore_plan import Loaded, RestorePlan
 from migrator.state.registry import Registry
 from migrator.storage.base import Storage

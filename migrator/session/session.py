@@ -44,8 +44,8 @@ from migrator.session.candidates import Candidates
 from migrator.session.departure import Departure
 from migrator.session.end import SessionEnd
 from migrator.session.first_step import FirstStep
-from migrator.session.group import NoticeToAnyRank, RankGroup
 from migrator.session.group_restore import GroupRestore
+from migrator.session.rank_group import NoticeToAnyRank, RankGroup
 from migrator.session.requested_save import RequestedSave
 from migrator.session.restore_plan import Loaded
 from migrator.session.resume import Resume

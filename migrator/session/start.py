@@ -21,7 +21,7 @@ from migrator.ckpt import catalog, continuation, generations, leaving_mark
 from migrator.ckpt.generations import Generation
 from migrator.errors import Migrated, MigratorError, NoUsableCkpt, UsageError
 from migrator.events import log
-from migrator.leaving.staying import stay_for_agent
+from migrator.leaving.staying import wait_for_agent
 from migrator.notice import signal_file
 from migrator.notice.inbox import NoticeInbox
 from migrator.notice.signal_file import SignalFile
@@ -144,7 +144,7 @@ def give_up(settings: Settings, noticed: NoticeInbox, owner: SignalFileOwner, er
         why = f"nothing was trained yet, and listening() failed: {type(error).__name__}: {error}"
         log("leaving", level=logging.ERROR, why=why)
         sigterm = noticed.sigterm
-        stay_for_agent(launcher.agent(), is_terminated=lambda: sigterm.is_heard, deadline_s=noticed.deadline_s)
+        wait_for_agent(launcher.agent(), is_terminated=lambda: sigterm.is_heard, deadline_s=noticed.deadline_s)
     noticed.give_up()
     if is_told:
         # The pod goes in any case, and an error would tell the cluster not to start it again.

@@ -13,6 +13,7 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -304,12 +305,27 @@ def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
 
 
 def free_port() -> int:
-    """A port on which nobody listens. Below 32768, so that the kernel does not choose it for an outgoing connection."""
+    """A port on which nobody listens. Below 32768, so that the kernel does not choose it for an outgoing connection.
+
+    Between this look and the moment at which somebody listens, no other process gets the port from here: its number is
+    held as a UDP port, which TCP does not mind. The port after it is given to nobody.
+    """
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
+        port = random.SystemRandom().randrange(20000, 32000, 2)
+        held = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            held.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+        except OSError:
+            held.close()
+            continue
+        if len(_held) == _HELD_AT_MOST:
+            _held.popleft().close()
+        _held.append(held)
+        return port
+
+
+_held: deque[socket.socket] = deque()
+_HELD_AT_MOST = 100
+"""Numbers of ports that one process holds, the newest ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
@@ -244,6 +245,14 @@ def test_a_free_port_is_free():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port()))
         assert all(free_port() != taken.getsockname()[1] for _ in range(20))
+
+
+def test_a_port_is_given_once(monkeypatch: pytest.MonkeyPatch):
+    """Another test may draw the same number before anybody listens there."""
+    first = free_port()
+    drawn = iter([first, first, first + 2, first + 4])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *arguments: next(drawn))
+    assert free_port() in (first + 2, first + 4)
 
 
 def test_torchrun_passes_sigterm_on(job: Job):

@@ -30,7 +30,7 @@ from migrator.save.group.rank_warnings import RankWarnings
 from migrator.save.group.reasons import GONE_ON, advice, why_no_more, why_not
 from migrator.save.reply import Pod
 from migrator.save.results import GIVEN_UP, GivenUp, Missed, Postponed, Saved, failed_text
-from migrator.save.strategy import TICK_S, Shared
+from migrator.save.strategy import TICK_S, SaverTools
 from migrator.save.tickets import Ticket, answer_all
 from migrator.state.capture import Capture
 
@@ -41,38 +41,38 @@ _OTHERS_S = 2.0
 class Group:
     """The strategy of one of several ranks."""
 
-    def __init__(self, shared: Shared, ranks: Peers, pod: Pod) -> None:
-        self._context = shared.context
-        self._gate = shared.context.gate
-        self._leaving = shared.leaving
-        self._grace_s = shared.grace_s
-        self._cond = shared.cond
-        self._schedule = shared.schedule
-        self._ckpts = shared.ckpts
-        self._reply = shared.reply
-        self._attempts = shared.attempts
+    def __init__(self, tools: SaverTools, ranks: Peers, pod: Pod) -> None:
+        self._context = tools.context
+        self._gate = tools.context.gate
+        self._leaving = tools.leaving
+        self._grace_s = tools.grace_s
+        self._cond = tools.cond
+        self._schedule = tools.schedule
+        self._ckpts = tools.ckpts
+        self._reply = tools.reply
+        self._attempts = tools.attempts
         self._ranks = ranks
         self._pod = pod
         self._orders = Orders(ranks)
-        self._commits = Commits(shared.context, ranks)
+        self._commits = Commits(tools.context, ranks)
         warnings = RankWarnings(ranks)
         self._joint_save = JointSave(
-            shared.context,
+            tools.context,
             ranks,
-            shared.leaving,
+            tools.leaving,
             orders=self._orders,
             commits=self._commits,
             warnings=warnings,
-            changed_objects=shared.changed_objects,
+            changed_objects=tools.changed_objects,
         )
         self._last_save = LastSave(
-            shared.context,
+            tools.context,
             ranks,
-            shared.leaving,
+            tools.leaving,
             self._last_attempt,
             commits=self._commits,
             warnings=warnings,
-            changed_objects=shared.changed_objects,
+            changed_objects=tools.changed_objects,
         )
         self._targets: set[Point] = set()
         """Safe points that all ranks save without leaving."""

@@ -180,14 +180,14 @@ class GroupView:
             left_s, all_alive=is_whole and all(map(self._ranks.is_alive_there, others))
         )
 
-    def _end_s(self, since: str, share_s: Callable[[float], float]) -> float:
+    def _end_s(self, since: str, limit_of: Callable[[float], float]) -> float:
         """When a wait ends that began at `since` and may take a share of the time that was left then.
 
         An earlier deadline that became known since then counts.
         """
         now_s = time.monotonic()
         since_s = self._since.get(since, now_s)
-        return since_s + share_s(self._leaving.left_s + now_s - since_s)
+        return since_s + limit_of(self._leaving.left_s + now_s - since_s)
 
     def _gives_way(self) -> bool:
         """This rank holds other tensors than the lowest rank. Those of the lowest rank are saved, unless it is lost."""

@@ -11,7 +11,7 @@ import pytest
 
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
-from migrator.session.group import RankGroup
+from migrator.session.rank_group import RankGroup
 
 
 def test_whoever_only_looks_leaves_no_owner(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from migrator.platform import process_identity
 from migrator.save.context import SaveContext
 
 
-class MarkKeeper:
+class LeavingMarkKeeper:
     """Puts the mark before the last save and removes it after. A failure is logged: the save does not depend on it."""
 
     def __init__(self, context: SaveContext, leaving: Leaving) -> None:
