@@ -53,6 +53,7 @@ class Leaving:
         self._sigterm = sigterm
         self._exit_code = exit_code
         self._agent = agent
+        self._exits_once = threading.RLock()
         self.notice: Notice | None = None
         self.outcome: Outcome | None = None
         self.is_decided = threading.Event()
@@ -193,11 +194,13 @@ class Leaving:
 
     def exit_now(self, why: str) -> None:
         """End the process at once, without running more code of the script."""
-        log("left_hard", level=logging.WARNING, why=why, exit_code=self._exit_code)
-        flusher = threading.Thread(target=_flush, daemon=True)
-        flusher.start()
-        flusher.join(0.3)  # with a limit: a hung thread may hold the lock of a stream
-        os._exit(self._exit_code)
+        # Two deadlines may end at the same moment. The second thread waits here for the end of the process.
+        with self._exits_once:
+            log("left_hard", level=logging.WARNING, why=why, exit_code=self._exit_code)
+            flusher = threading.Thread(target=_flush, daemon=True)
+            flusher.start()
+            flusher.join(0.3)  # with a limit: a hung thread may hold the lock of a stream
+            os._exit(self._exit_code)
 
 
 def _flush() -> None:

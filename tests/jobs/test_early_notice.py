@@ -257,6 +257,34 @@ def test_listening_that_hangs_does_not_outlive_the_grace(early: Job) -> None:
     assert event["why"] == '"listening() was not over at the end of the grace"'
 
 
+def test_deadlines_that_end_at_once_are_one_end(early: Job) -> None:
+    """Two notices have a guard each: the log has one line, and it is written."""
+    early.write(
+        """
+import sys, threading, time
+from migrator.leaving.leaving import Leaving
+from migrator.notice.sigterm import Sigterm
+from migrator import events
+events.ensure_visible()
+class Slow:
+    def write(self, text): pass
+    def flush(self): time.sleep(0.2)
+sys.stdout = Slow()
+leaving, begin = Leaving(sigterm=Sigterm(), exit_code=143), threading.Barrier(8)
+def end():
+    begin.wait()
+    leaving.exit_now("the end of the grace")
+threads = [threading.Thread(target=end) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+    )
+    life = early.run()
+
+    assert life.wait(20) == 143, life.text
+    assert len(life.events("left_hard")) == 1
+
+
 def test_listening_that_fails_leaves_nothing_behind(early: Job) -> None:
     """SIGTERM does what it did before, and no hook waits for a process that does not listen."""
     early.root.write_text("a file where the root should be")

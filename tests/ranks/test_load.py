@@ -38,7 +38,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
 from migrator import ElasticSampler, migrator
 from migrator.ranks import shares as sharing
-from migrator.session import group as team
+from migrator.session import rank_group as team
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 sharing.SHARE_BYTES = 300  # several shares, however small all is

@@ -70,7 +70,7 @@ def look_at_all(setting: Setting) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", chance.some("worlds", WORLDS, 0.2), ids=str)
+@pytest.mark.parametrize("setting", chance.some("worlds", WORLDS, 0.15), ids=str)
 def test_every_order_of_events_keeps_the_promises(setting: Setting) -> None:
     """Never torn, never stuck, no step after the save, the first decision binds, and it has one fate."""
     look_at_all(setting)
@@ -264,7 +264,7 @@ def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("without", chance.some("rules", WITHOUT, 0.25), indirect=True)
+@pytest.mark.parametrize("without", chance.some("rules", WITHOUT, 0.2), indirect=True)
 def test_without_any_rule_a_promise_breaks(without: Without) -> None:
     """The model would notice: no rule is there for nothing."""
     found = Model(without.setting, without.rules).search()
