@@ -33,7 +33,7 @@ class Migrator:
     def __init__(self) -> None:
         self._registry = Registry()
         self._session: Session | None = None
-        self._closed: set[tuple[Path, str]] = set()
+        self._closed: set[tuple[Path | str, str]] = set()
         """Root and job of the sessions that were closed."""
 
     def register(self, name: str, value: Any, *, own: bool = False) -> None:

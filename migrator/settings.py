@@ -50,10 +50,21 @@ def _path(text: str) -> Path | None:
         return None
 
 
-def _directory(text: str) -> Path:
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)*/?")
+_ROOT = "a directory, or a URL: file:///directory or s3://bucket/prefix"
+
+
+def _root(text: str) -> Path | str:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    if scheme and scheme.group(1) == "s3":
+        if not _BUCKET.fullmatch(text) or "/../" in f"{text}/" or "/./" in f"{text}/":
+            raise ValueError(
+                "s3://bucket/prefix, with no key, no user and no query in it; credentials are found as "
+                "the AWS tools find them"
+            )
+        return text.rstrip("/")
     if scheme and scheme.group(1) != "file":
-        raise ValueError(f"a directory or a file:// URL; this version has no storage for {scheme.group(1)}://")
+        raise ValueError(f"{_ROOT}; this version has no storage for {scheme.group(1)}://")
     if scheme:
         try:
             text = unquote(urlparse(text).path)
@@ -61,7 +72,7 @@ def _directory(text: str) -> Path:
             text = ""
     path = _path(text)
     if path is None:
-        raise ValueError("a directory or a file:// URL")
+        raise ValueError(_ROOT)
     return path
 
 
@@ -149,7 +160,9 @@ _SIGNAL = "/tmp/migrator/signal"
 class Settings:
     """All settings of one life; `docs/settings.md` holds the same table, and a test compares them."""
 
-    ckpt: Path = _variable("MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory or file:// URL", _directory)
+    ckpt: Path | str = _variable(
+        "MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory or s3://bucket/prefix", _root
+    )
     job: str = _variable("MIGRATOR_JOB", "default", "name of the job under the root", _job)
     signal: Path = _variable("MIGRATOR_SIGNAL", _SIGNAL, "the signal file, the same default in the hooks", _file)
     grace_s: float = _variable("MIGRATOR_GRACE_S", "30", "the pod's terminationGracePeriodSeconds", _seconds)
@@ -199,7 +212,7 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
                 given = legacy.parent
             values[name] = meta["parse"](_text(given))
         except ValueError as error:
-            wrong.append(f"{where} is {_text(given)!r}; allowed: {error}")
+            wrong.append(f"{where} is {_shown(given)!r}; allowed: {error}")
     try:
         values["termination_log"] = _file(environ.get(TERMINATION_LOG, str(Settings.termination_log)))
     except ValueError as error:
@@ -244,6 +257,11 @@ def signal_and_grace(environ: Mapping[str, str]) -> tuple[Path, float]:
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
     return found["signal"], found["grace_s"]
+
+
+def _shown(given: object) -> str:
+    """For an error: without credentials that somebody has put into a URL."""
+    return re.sub(r"//[^/\s]*@", "//***@", _text(given))
 
 
 def _text(given: object) -> str:

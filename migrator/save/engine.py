@@ -140,6 +140,7 @@ class Saver(threading.Thread):
         if not is_first:
             self._reply.answer_again()
             return
+        self._context.storage.hurry()
         self._reply.begin(notice, self._ckpts.name_of_newest)
         log("signal", source=notice.source, grace_left_s=notice.deadline_s - time.monotonic())
         with self._cond:

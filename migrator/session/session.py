@@ -53,7 +53,7 @@ from migrator.session.start import StartingPoint
 from migrator.settings import Settings
 from migrator.state.capture import Capturer
 from migrator.state.registry import Registry
-from migrator.storage.posix import PosixStorage
+from migrator.storage.locate import storage_at
 
 
 def begin(settings: Settings, registry: Registry) -> Session:
@@ -74,7 +74,7 @@ class Session:
         self._noticed = noticed
         self._owner = owner
         self._file = SignalFile.here(settings.signal)
-        self._storage = PosixStorage(settings.ckpt, settings.job)
+        self._storage = storage_at(settings.ckpt, settings.job, grace_s=settings.grace_s)
         rank, size = (0, 1) if settings.ranks == "1" else place.rank_and_size()
         if size == 1:
             start.check_is_alone(settings)

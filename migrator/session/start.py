@@ -188,13 +188,17 @@ def _log_generation(settings: Settings, storage: Storage, generation: Generation
     strangers = catalog.others(storage, generation.lineage)
     if strangers:
         log("other_lineage", level=logging.WARNING, ckpts=",".join(strangers))
-    if container.in_kubernetes(os.environ) and container.is_on_container_filesystem(settings.ckpt):
+    if isinstance(settings.ckpt, Path) and _dies_with_container(settings.ckpt):
         log(
             "storage_warning",
             level=logging.WARNING,
             why=f"{settings.ckpt} is on the container's own file system and dies with the pod; "
             "mount a volume there, or set MIGRATOR_CKPT to one",
         )
+
+
+def _dies_with_container(root: Path) -> bool:
+    return container.in_kubernetes(os.environ) and container.is_on_container_filesystem(root)
 
 
 def _log_forks(storage: Storage, ckpts: list[str]) -> None:

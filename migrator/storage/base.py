@@ -129,6 +129,9 @@ class Storage(ABC):
     def now(self) -> float:
         """The storage's clock, which gives the times of `modified`. It may differ from this node's."""
 
+    def hurry(self) -> None:  # noqa: B027 - a volume has no timeouts of ours
+        """The pod must leave: from now on give up a request that hangs early enough to make it again."""
+
     @abstractmethod
     def make_durable(self, directory: str = "") -> None:
         """From now on a crash changes nothing of what `list(directory)` shows, whichever process wrote or deleted it.

@@ -1,8 +1,7 @@
-"""Storage in this process's memory, for tests: an object store that answers at once.
+"""An object store in this process's memory, for tests: it answers at once.
 
-Like an object store it has no directories, only names with a slash in them, and what
-is being written is a pending upload. Each act is one step under one lock, so it shows
-which orders of acts are right, and nothing of what a crash does to a disk.
+`ObjectStorage` makes the requests, as it does to a real store. Each request is one step
+under one lock, so this shows which orders of requests are right.
 
 The price: everything is kept in memory, and copied on its way in and out.
 """
@@ -13,18 +12,20 @@ import builtins
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from migrator.errors import StorageExistsError, StorageForeignError, StorageNotFoundError
-from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
+from migrator.storage.base import Upload
+from migrator.storage.object_client import Found, Listing, ObjectClient, PendingUpload
+from migrator.storage.object_storage import ObjectStorage
 
 
 @dataclass(frozen=True)
 class _File:
     data: bytes
     modified_s: float
+    etag: str
 
 
 @dataclass
@@ -42,38 +43,38 @@ class Bucket:
         self.lock = threading.Lock()
         self.files: dict[str, _File] = {}
         self.pending: dict[str, _Pending] = {}
-        """Uploads that are not finished, by a hidden name."""
+        """Uploads that are not finished, by their ids."""
         self.numbers = itertools.count()
 
+    def made(self, data: bytes) -> _File:
+        return _File(data, self.clock(), str(next(self.numbers)))
+
     def begin(self, key: str) -> str:
-        """The hidden name of a new upload."""
-        directory, _, name = key.rpartition("/")
+        """The id of a new upload."""
         with self.lock:
-            hidden = f"{directory}/.{name}.{next(self.numbers)}.upload"
-            self.pending[hidden] = _Pending(key, self.clock())
-        return hidden
+            id = str(next(self.numbers))
+            self.pending[id] = _Pending(key, self.clock())
+        return id
 
-    def append(self, hidden: str, pieces: list[bytes]) -> None:
+    def append(self, id: str, pieces: list[bytes]) -> None:
         with self.lock:
-            self._upload(hidden).pieces += pieces
+            self._upload(id).pieces += pieces
 
-    def finish(self, hidden: str, *, exclusive: bool = False) -> None:
+    def finish(self, id: str) -> None:
         """The upload gets its name."""
         with self.lock:
-            upload = self._upload(hidden)
-            if exclusive and upload.key in self.files:
-                raise StorageExistsError(f"{upload.key} is there already")
-            self.files[upload.key] = _File(b"".join(upload.pieces), self.clock())
-            del self.pending[hidden]
+            upload = self._upload(id)
+            self.files[upload.key] = self.made(b"".join(upload.pieces))
+            del self.pending[id]
 
-    def abort(self, hidden: str) -> None:
+    def abort(self, id: str) -> None:
         with self.lock:
-            self.pending.pop(hidden, None)
+            self.pending.pop(id, None)
 
-    def _upload(self, hidden: str) -> _Pending:
-        if hidden not in self.pending:
-            raise StorageNotFoundError(f"the upload {hidden} was deleted before it was finished")
-        return self.pending[hidden]
+    def _upload(self, id: str) -> _Pending:
+        if id not in self.pending:
+            raise StorageNotFoundError(f"the upload {id} was aborted before it was finished")
+        return self.pending[id]
 
     def find(self, key: str) -> _File:
         with self.lock:
@@ -82,125 +83,81 @@ class Bucket:
             return self.files[key]
 
 
-class MemoryStorage(Storage):
-    """The names of one job in a bucket."""
+class MemoryClient(ObjectClient):
+    """The requests of one process."""
 
-    def __init__(self, bucket: Bucket, job: str) -> None:
-        check_job(job)
-        self.root = "memory:"
+    name = "memory"
+    where = "memory:"
+
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._prefix = f"{job}/"
 
-    def __repr__(self) -> str:
-        return f"MemoryStorage({self.where()!r})"
-
-    def where(self, name: str = "") -> str:
-        return f"{self.root}{self._prefix}{name}"
-
-    def check(self) -> None:
-        probe(self, f".probe.{next(self.bucket.numbers)}.upload")
-
-    def put(self, name: str, data: bytes, *, exclusive: bool, check: Callable[[], None] = lambda: None) -> None:
-        hidden = self.bucket.begin(self._key(name))
-        try:
-            self.bucket.append(hidden, [bytes(data)])
-            check()
-            self.bucket.finish(hidden, exclusive=exclusive)
-        finally:
-            self.bucket.abort(hidden)
-
-    def change(self, name: str, data: bytes) -> None:
-        key = self._key(name)
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
         with self.bucket.lock:
-            if key not in self.bucket.files:
-                raise StorageNotFoundError(f"there is no file {self.where(name)} to be changed")
-            self.bucket.files[key] = _File(bytes(data), self.bucket.clock())
+            there = self.bucket.files.get(key)
+            if absent and there is not None:
+                raise StorageExistsError(f"{key} is there already")
+            if etag is not None and (there is None or there.etag != etag):
+                raise StorageExistsError(f"{key} is not the one that was to be replaced")
+            self.bucket.files[key] = self.bucket.made(bytes(data))
 
-    def get(self, name: str, *, limit: int = SMALL) -> bytes:
-        found = self.bucket.find(self._key(name))
-        if len(found.data) > limit:
-            raise StorageForeignError(f"{self.where(name)} is larger than {limit} bytes; none of ours is")
-        return found.data
+    def get(self, key: str, *, limit: int) -> bytes:
+        return self.bucket.find(key).data[:limit]
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[MemoryReader]:
-        yield MemoryReader(self.where(name), self.bucket.find(self._key(name)).data)
+    def read(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
+        found = self.bucket.find(key)
+        if etag is not None and found.etag != etag:
+            raise StorageForeignError(f"{key} was replaced while it was read")
+        piece = found.data[offset : offset + len(buffer)]
+        buffer[: len(piece)] = piece
+        return len(piece)
 
-    def upload(self, name: str) -> MemoryUpload:
-        return MemoryUpload(self.bucket, self._key(name))
-
-    def list(self, directory: str = "") -> builtins.list[str]:
-        prefix = self._below(directory)
+    def head(self, key: str) -> Found | None:
         with self.bucket.lock:
-            there = [*self.bucket.files]
-            if not directory:
-                uploads = (upload.key for upload in self.bucket.pending.values())
-                there += [key for key in uploads if "/" in key.removeprefix(prefix)]
-        found = {key.removeprefix(prefix).partition("/")[0] for key in there if key.startswith(prefix)}
-        return sorted(name for name in found if not name.startswith("."))
+            found = self.bucket.files.get(key)
+        return None if found is None else Found(len(found.data), found.modified_s, found.etag)
 
-    def size(self, name: str) -> int | None:
+    def list(self, prefix: str) -> Listing:
         with self.bucket.lock:
-            found = self.bucket.files.get(self._key(name))
-        return None if found is None else len(found.data)
+            there = {
+                key.removeprefix(prefix): file for key, file in self.bucket.files.items() if key.startswith(prefix)
+            }
+        return Listing(
+            {
+                name: Found(len(file.data), file.modified_s, file.etag)
+                for name, file in there.items()
+                if "/" not in name
+            },
+            frozenset(name.partition("/")[0] for name in there if "/" in name),
+        )
 
-    def modified(self, name: str) -> float | None:
-        key = self._key(name)
+    def delete(self, key: str) -> None:
         with self.bucket.lock:
-            found = self.bucket.files.get(key) or self.bucket.pending.get(key)
-        return None if found is None else found.modified_s
+            self.bucket.files.pop(key, None)
+
+    def upload(self, key: str) -> MemoryUpload:
+        return MemoryUpload(self.bucket, key)
+
+    def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
+        with self.bucket.lock:
+            pending = list(self.bucket.pending.items())
+        return [PendingUpload(one.key, id, one.modified_s) for id, one in pending if one.key.startswith(prefix)]
+
+    def abort(self, pending: PendingUpload) -> None:
+        self.bucket.abort(pending.id)
+
+    def hurry(self) -> None:
+        """It answers at once."""
 
     def now(self) -> float:
         return self.bucket.clock()
 
-    def make_durable(self, directory: str = "") -> None:
-        prefix = self._below(directory)
-        with self.bucket.lock:
-            if directory and not any(key.startswith(prefix) for key in self.bucket.files):
-                raise StorageNotFoundError(f"there is nothing in {self.where(directory)}")
 
-    def delete(self, name: str) -> None:
-        key = self._key(name)
-        with self.bucket.lock:
-            self.bucket.files.pop(key, None)
+class MemoryStorage(ObjectStorage):
+    """The names of one job in a bucket."""
 
-    def delete_all(self, name: str) -> None:
-        key = self._key(name)
-        with self.bucket.lock:
-            for names in (self.bucket.files, self.bucket.pending):
-                for found in [found for found in names if found == key or found.startswith(f"{key}/")]:
-                    del names[found]
-
-    def leftovers(self, directory: str = "") -> builtins.list[str]:
-        prefix = self._below(directory)
-        with self.bucket.lock:
-            # Also the probe of a process that died in `check`.
-            there = [*self.bucket.pending, *(key for key in self.bucket.files if key.startswith(f"{prefix}."))]
-        below = [key for key in there if key.startswith(prefix) and "/" not in key.removeprefix(prefix)]
-        return sorted(key.removeprefix(self._prefix) for key in below)
-
-    def _key(self, name: str) -> str:
-        check_name(name, self.where())
-        return self._prefix + name
-
-    def _below(self, directory: str) -> str:
-        return f"{self._key(directory)}/" if directory else self._prefix
-
-
-class MemoryReader(Reader):
-    """The bytes that a file had when it was opened."""
-
-    def __init__(self, where: str, data: bytes) -> None:
-        self._where = where
-        self._data = memoryview(data)
-
-    def read(self, buffers: Sequence[memoryview], offset: int) -> None:
-        for buffer in buffers:
-            piece = self._data[offset : offset + len(buffer)]
-            if len(piece) < len(buffer):
-                raise StorageForeignError(f"{self._where} ends already at byte {len(self._data)}")
-            buffer[:] = piece
-            offset += len(piece)
+    def __init__(self, bucket: Bucket, job: str) -> None:
+        super().__init__(MemoryClient(bucket), "", job)
 
 
 class MemoryUpload(Upload):
@@ -208,16 +165,16 @@ class MemoryUpload(Upload):
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket = bucket
-        self._hidden = bucket.begin(key)
+        self._id = bucket.begin(key)
         self.bytes = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         pieces = [bytes(buffer) for buffer in buffers]
-        self._bucket.append(self._hidden, pieces)
+        self._bucket.append(self._id, pieces)
         self.bytes += sum(map(len, pieces))
 
     def finish(self) -> None:
-        self._bucket.finish(self._hidden)
+        self._bucket.finish(self._id)
 
     def close(self) -> None:
-        self._bucket.abort(self._hidden)
+        self._bucket.abort(self._id)

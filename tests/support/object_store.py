@@ -10,11 +10,14 @@ import copy
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from migrator.storage.base import Storage
-from migrator.storage.memory import Bucket, MemoryStorage
+from migrator.storage.memory import Bucket, MemoryClient, MemoryUpload
+from migrator.storage.object_client import PendingUpload
+from migrator.storage.object_storage import ObjectStorage
 
-_NUMBER = re.compile(r"\.[0-9]+(?=\.upload)")
+_NUMBER = re.compile(r"\.[0-9]+(?=\.pending)|\.[0-9a-f]{12}(?=\.(upload|claim))")
 
 
 class ObjectStore:
@@ -25,10 +28,10 @@ class ObjectStore:
         self.has_links = True
         self.sampled = 0
         self._process = threading.local()
-        self._bucket = _Bucket(self)
+        self._bucket = Bucket(lambda: self.now_s)
 
     def storage(self, job: str) -> Storage:
-        return _ObjectStorage(self._bucket, job)
+        return ObjectStorage(_Client(self._bucket, self), "", job)
 
     def mount(self, before: Callable[[str, str], None]) -> None:
         self._process.before = before
@@ -65,55 +68,53 @@ class ObjectStore:
 
     def files(self) -> dict[str, bytes]:
         found = {name: file.data for name, file in self._bucket.files.items()}
-        return found | {hidden: b"".join(upload.pieces) for hidden, upload in self._bucket.pending.items()}
+        pending = self._bucket.pending.items()
+        return found | {f"{upload.key}.{id}.pending": b"".join(upload.pieces) for id, upload in pending}
 
     def with_changed_byte(self, path: str) -> ObjectStore:
         left = self.killed()
         file = left._bucket.files[path]
         data = bytearray(file.data)
         data[len(data) * 7 // 8] ^= 4
-        left._bucket.files[path] = type(file)(bytes(data), file.modified_s)
+        left._bucket.files[path] = replace(file, data=bytes(data))
         return left
 
 
-class _Bucket(Bucket):
-    def __init__(self, machine: ObjectStore) -> None:
-        super().__init__(lambda: machine.now_s)
-        self.machine = machine
+class _Client(MemoryClient):
+    """Each request that changes something is announced before it acts."""
 
-    def begin(self, key: str) -> str:
-        self.machine.before("create", key)
-        return super().begin(key)
+    def __init__(self, bucket: Bucket, machine: ObjectStore) -> None:
+        super().__init__(bucket)
+        self._machine = machine
 
-    def append(self, hidden: str, pieces: list[bytes]) -> None:
-        self.machine.before("write", hidden)
-        super().append(hidden, pieces)
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+        self._machine.before("put", key)
+        super().put(key, data, absent=absent, etag=etag)
 
-    def finish(self, hidden: str, *, exclusive: bool = False) -> None:
-        self.machine.before("finish", hidden)
-        super().finish(hidden, exclusive=exclusive)
+    def delete(self, key: str) -> None:
+        self._machine.before("delete", key)
+        super().delete(key)
 
-    def abort(self, hidden: str) -> None:
-        if hidden in self.pending:
-            self.machine.before("abort", hidden)
-        super().abort(hidden)
+    def upload(self, key: str) -> MemoryUpload:
+        self._machine.before("begin", key)
+        return _Upload(self.bucket, key, self._machine)
+
+    def abort(self, pending: PendingUpload) -> None:
+        self._machine.before("abort", pending.key)
+        super().abort(pending)
 
 
-class _ObjectStorage(MemoryStorage):
-    bucket: _Bucket
+class _Upload(MemoryUpload):
+    def __init__(self, bucket: Bucket, key: str, machine: ObjectStore) -> None:
+        super().__init__(bucket, key)
+        self._machine = machine
+        self._key = key
 
-    def change(self, name: str, data: bytes) -> None:
-        self.bucket.machine.before("write", self._key(name))
-        super().change(name, data)
+    def finish(self) -> None:
+        self._machine.before("finish", self._key)
+        super().finish()
 
-    def delete(self, name: str) -> None:
-        self.bucket.machine.before("unlink", self._key(name))
-        super().delete(name)
-
-    def delete_all(self, name: str) -> None:
-        """One name after another, as there is no such call."""
-        key = self._key(name)
-        for there in (self.bucket.pending, self.bucket.files):
-            for found in sorted(found for found in there if found == key or found.startswith(f"{key}/")):
-                self.bucket.machine.before("unlink", found)
-                there.pop(found, None)
+    def close(self) -> None:
+        if self._id in self._bucket.pending:
+            self._machine.before("abort", self._key)
+        super().close()

@@ -46,9 +46,13 @@ VALUES: list[tuple[str, str, str, Any, str, Any]] = [
 ]
 
 BAD = [
-    ("MIGRATOR_CKPT", "", "a directory or a file:// URL"),
-    ("MIGRATOR_CKPT", "s3://bucket/prefix", "no storage for s3://"),
-    ("MIGRATOR_CKPT", "file://", "a directory or a file:// URL"),
+    ("MIGRATOR_CKPT", "", "a directory, or a URL"),
+    ("MIGRATOR_CKPT", "gs://bucket/prefix", "no storage for gs://"),
+    ("MIGRATOR_CKPT", "file://", "a directory, or a URL"),
+    ("MIGRATOR_CKPT", "s3://", "s3://bucket/prefix"),
+    ("MIGRATOR_CKPT", "s3://Bucket/prefix", "s3://bucket/prefix"),
+    ("MIGRATOR_CKPT", "s3://bucket/a/../b", "s3://bucket/prefix"),
+    ("MIGRATOR_CKPT", "s3://bucket/a?versionId=1", "no query"),
     ("MIGRATOR_JOB", "", "1 to 128 letters"),
     ("MIGRATOR_JOB", "a/b", "1 to 128 letters"),
     ("MIGRATOR_JOB", "..", "no dot or dash in front"),
@@ -153,6 +157,27 @@ def test_every_counts_steps_or_seconds(text: str, value: Every, shown: str) -> N
     """A bare number is steps, a unit makes it a time."""
     assert read({}, {"MIGRATOR_EVERY": text}).every == value
     assert str(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://my.bucket-1/jobs/mnist_2/", "s3://my.bucket-1/jobs/mnist_2"),
+    ],
+)
+def test_a_bucket_is_a_root(text: str, root: str) -> None:
+    """With a prefix or without; a slash at the end says nothing."""
+    assert read({}, {"MIGRATOR_CKPT": text}).ckpt == root
+
+
+def test_credentials_in_a_url_are_not_repeated() -> None:
+    """They do not belong there, and an error ends in logs that many can read."""
+    said = _said({}, {"MIGRATOR_CKPT": "s3://AKIDEXAMPLE:c2VjcmV0@bucket/prefix"})
+
+    assert "MIGRATOR_CKPT is 's3://***@bucket/prefix'; allowed: " in said
+    assert "AKIDEXAMPLE" not in said
+    assert "c2VjcmV0" not in said
 
 
 def test_a_relative_root_is_that_of_listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""What a client of an object store can do: single requests, each with an error of ours if it fails.
+
+`object_storage.py` keeps the promises of `base.py` with these requests. A client makes no
+promises of its own: a request that failed may have acted all the same, and one that was given
+up may act later.
+
+No credential and no signed URL leaves a client: `scrubbed` cleans every text that comes from
+a library.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from migrator.errors import StorageError
+from migrator.storage.base import Upload
+
+_SECRETS = re.compile(
+    r"(?i)(X-Amz-[A-Za-z-]+=|AWSAccessKeyId=|Signature=|Credential=|Authorization:?\s*|SessionToken[\"'>:=\s]+"
+    r"|AccessKeyId[\"'>:=\s]+|SecretAccessKey[\"'>:=\s]+)[^\s&\"'<>,]+"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the store says of an object."""
+
+    size: int
+    modified_s: float
+    etag: str | None = None
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The objects and the directories below a prefix, one level deep, by their names without the prefix."""
+
+    objects: dict[str, Found] = field(default_factory=dict)
+    directories: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PendingUpload:
+    """A multipart upload that was begun and neither finished nor aborted."""
+
+    key: str
+    id: str
+    began_s: float
+
+
+class ConditionRefusedError(StorageError):
+    """The store does not know requests with a condition."""
+
+
+class ObjectClient(ABC):
+    """One bucket, or what a store has in its place. All methods may be called by several threads at the same time."""
+
+    name: str
+    """Which library makes the requests, for the log."""
+    where: str
+    """The bucket as a URL without credentials, ending with a slash."""
+
+    @abstractmethod
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+        """Write a small object.
+
+        `absent`: only if there is none; else `StorageExistsError`. Such a request is made once and never repeated here.
+        `etag`: only if the object has this one; else `StorageExistsError` as well. A store that refuses such conditions
+        raises `ConditionRefusedError`; one that ignores them writes.
+        """
+
+    @abstractmethod
+    def get(self, key: str, *, limit: int) -> bytes:
+        """The first `limit` bytes of an object."""
+
+    @abstractmethod
+    def read(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
+        """Fill a buffer with what lies from `offset` on; returns how many bytes there were.
+
+        `StorageForeignError` if the object has another etag.
+        """
+
+    @abstractmethod
+    def head(self, key: str) -> Found | None:
+        """What the store says of an object; None if there is none."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Listing:
+        """What lies below a prefix that ends with a slash."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object; it is fine if there is none."""
+
+    @abstractmethod
+    def upload(self, key: str) -> Upload:
+        """A large object, written piece by piece."""
+
+    @abstractmethod
+    def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
+        """The pending uploads of keys that begin with this prefix, at any depth."""
+
+    @abstractmethod
+    def abort(self, pending: PendingUpload) -> None:
+        """Abort an upload; it is fine if it is over. It can no longer be finished."""
+
+    @abstractmethod
+    def hurry(self) -> None:
+        """The pod must leave: from now on give up a silent connection early enough to make its request again."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """The store's clock."""
+
+
+class PartedUpload(Upload):
+    """An upload that is sent in parts. Each is copied once, so that the caller's memory is free again."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.bytes = 0
+        self._rest = bytearray()
+
+    @property
+    @abstractmethod
+    def part_size(self) -> int:
+        """Bytes of the next part."""
+
+    @abstractmethod
+    def send(self, part: builtins.bytes) -> None:
+        """Send the next part, or have a thread send it. Waits while too many are under way."""
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            self.bytes += len(buffer)
+            at = 0
+            while at < len(buffer):
+                piece = buffer[at : at + self.part_size - len(self._rest)]
+                self._rest += piece
+                at += len(piece)
+                if len(self._rest) == self.part_size:
+                    self.send_rest()
+
+    def send_rest(self) -> None:
+        """What does not fill a part, as the last one."""
+        part, self._rest = bytes(self._rest), bytearray()
+        self.send(part)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._rest)
+
+
+def scrubbed(text: object) -> str:
+    """A text of a library on one line, without credentials and signatures."""
+    return _SECRETS.sub(r"\1***", " ".join(str(text).split()))[:600]

@@ -1,0 +1,351 @@
+"""S3 by s3fs: every request that the interface needs, with the errors that S3 names.
+
+s3fs finds endpoint, region and credentials as the AWS tools do. Its calls run on one thread
+with an event loop, so several of ours may wait for it at the same time. A multipart upload
+sends its parts by a few threads; each part is copied once, because s3fs takes no memoryview.
+
+The price: about half a gigabyte a second, and 1 to 2 s of CPU for each gigabyte. `obstore`
+is several times faster (`obstore_client.py`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import email.utils
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from migrator.errors import (
+    StorageAccessError,
+    StorageError,
+    StorageExistsError,
+    StorageForeignError,
+    StorageFullError,
+    StorageNotFoundError,
+    StorageTransientError,
+)
+from migrator.storage.base import Upload
+from migrator.storage.object_client import (
+    ConditionRefusedError,
+    Found,
+    Listing,
+    ObjectClient,
+    PartedUpload,
+    PendingUpload,
+    scrubbed,
+)
+
+PART = 16 << 20
+"""Bytes of one part of an upload, at least. S3 takes 10,000 parts of 5 MiB to 5 GiB."""
+SENDERS = 4
+"""Parts that are sent at the same time. Each is in memory once more."""
+TRIES = 4
+"""How often a request is made at most, by the library."""
+CONNECT_S, READ_S = 3.0, 20.0
+"""Seconds that a connection, and a silence on it, may take before the request is given up and made again."""
+_OF_GRACE = 1 / 6
+"""In a pod that must leave, the same for a silence, as a part of the grace: time is left to make the request again."""
+
+_NOT_FOUND = {"NoSuchKey", "404", "NoSuchUpload", "NotFound"}
+_EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+_NO_RIGHT = {
+    *(
+        "AccessDenied",
+        "403",
+        "Forbidden",
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "ExpiredToken",
+        "InvalidToken",
+    ),
+    *("RequestTimeTooSkewed", "TokenRefreshRequired", "AllAccessDisabled", "AuthorizationHeaderMalformed"),
+}
+_REFUSED = {"NotImplemented", "501"}
+_FULL = {"QuotaExceeded", "507", "InsufficientStorage", "XMinioStorageFull"}
+
+_RIGHTS = {
+    "put_object": "s3:PutObject",
+    "get_object": "s3:GetObject",
+    "head_object": "s3:GetObject",
+    "head_bucket": "s3:ListBucket",
+    "list_objects_v2": "s3:ListBucket",
+    "delete_object": "s3:DeleteObject",
+    "create_multipart_upload": "s3:PutObject",
+    "upload_part": "s3:PutObject",
+    "complete_multipart_upload": "s3:PutObject",
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+    "abort_multipart_upload": "s3:AbortMultipartUpload",
+}
+"""The right that each request needs."""
+
+_TO_DO = {
+    "NoSuchBucket": "Make the bucket, or name another one (MIGRATOR_CKPT)",
+    "InvalidBucketName": "A bucket has 3 to 63 small letters, digits, dots and hyphens (MIGRATOR_CKPT)",
+    "InvalidAccessKeyId": "The store does not know this access key; see AWS_ACCESS_KEY_ID or the role of the pod",
+    "SignatureDoesNotMatch": "The secret key does not fit the access key; see AWS_SECRET_ACCESS_KEY",
+    "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
+    "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
+}
+
+
+class S3Client(ObjectClient):
+    """One bucket."""
+
+    name = "s3fs"
+
+    def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
+        import s3fs
+
+        self.bucket = bucket
+        self.where = f"s3://{bucket}/"
+        self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.is_hurried = False
+        self._hurried_s = min(READ_S, max(1.0, grace_s * _OF_GRACE))
+
+        def made(tries: int, silence_s: float) -> Any:
+            found = s3fs.S3FileSystem(
+                endpoint_url=self.endpoint,
+                config_kwargs={
+                    "connect_timeout": CONNECT_S,
+                    "read_timeout": silence_s,
+                    "retries": {"mode": "standard", "total_max_attempts": tries},
+                    "max_pool_connections": 32,
+                    # Not every store knows the checksums that newer libraries add.
+                    "request_checksum_calculation": "when_required",
+                    "response_checksum_validation": "when_required",
+                },
+                skip_instance_cache=True,
+                use_listings_cache=False,
+            )
+            found.retries = 1  # botocore repeats, within the limits above
+            return found
+
+        # Made now: in the last seconds of a pod there is no time for it.
+        self._filesystems = {
+            (tries, is_hurried): made(tries, self._silence_s(is_hurried=is_hurried))
+            for tries in (TRIES, 1)
+            for is_hurried in (False, True)
+        }
+
+    def _silence_s(self, *, is_hurried: bool) -> float:
+        return self._hurried_s if is_hurried else READ_S
+
+    def hurry(self) -> None:
+        self.is_hurried = True
+
+    def _filesystem(self, *, is_repeated: bool = True) -> Any:
+        return self._filesystems[TRIES if is_repeated else 1, self.is_hurried]
+
+    def call(
+        self, doing: str, method: str, key: str | None = None, *, is_repeated: bool = True, **fields: Any
+    ) -> dict[str, Any]:
+        """One request; its answer, or an error of ours."""
+        of = {} if key is None else {"Key": key}
+        try:
+            fs = self._filesystem(is_repeated=is_repeated)
+            found: dict[str, Any] = fs.call_s3(method, Bucket=self.bucket, **of, **fields)
+        except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
+            raise _as_storage_error(error, f"{doing} {self.where}{key or fields.get('Prefix', '')}", method) from None
+        return found
+
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+        conditions: dict[str, Any] = {"IfNoneMatch": "*"} if absent else {}
+        conditions |= {"IfMatch": etag} if etag is not None else {}
+        self.call("write", "put_object", key, is_repeated=not conditions, Body=data, **conditions)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        return self._range(key, 0, limit, None)
+
+    def read(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
+        data = self._range(key, offset, len(buffer), etag)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _range(self, key: str, offset: int, size: int, etag: str | None) -> bytes:
+        fields: dict[str, Any] = {} if etag is None else {"IfMatch": etag}
+
+        fs = self._filesystem()
+
+        async def fetch() -> tuple[bytes, bool]:
+            answer = await fs._call_s3(
+                "get_object", Bucket=self.bucket, Key=key, Range=f"bytes={offset}-{offset + size - 1}", **fields
+            )
+            async with answer["Body"] as body:
+                data: bytes = await body.read()
+            expected = answer.get("ContentLength")
+            if expected is not None and len(data) < expected:
+                raise ConnectionError(f"{len(data)} of {expected} bytes came")
+            return data, "ContentRange" in answer
+
+        import fsspec.asyn
+
+        try:
+            found: tuple[bytes, bool] = fsspec.asyn.sync(fs.loop, fetch)
+        except Exception as error:
+            if _code(error) in ("InvalidRange", "416"):
+                return b""
+            if etag is not None and _code(error) in _EXISTS:
+                raise StorageForeignError(f"{self.where}{key} was replaced while it was read") from None
+            raise _as_storage_error(error, f"read {self.where}{key}", "get_object") from None
+        # Some stores answer a ranged request with the whole object.
+        data, is_range = found
+        return data[:size] if is_range else data[offset : offset + size]
+
+    def head(self, key: str) -> Found | None:
+        try:
+            answer = self.call("look at", "head_object", key)
+        except StorageNotFoundError:
+            return None
+        return Found(answer["ContentLength"], answer["LastModified"].timestamp(), answer.get("ETag"))
+
+    def list(self, prefix: str) -> Listing:
+        objects: dict[str, Found] = {}
+        directories: set[str] = set()
+        token: dict[str, Any] = {}
+        while True:
+            answer = self.call("list", "list_objects_v2", Prefix=prefix, Delimiter="/", **token)
+            for one in answer.get("Contents", ()):
+                name = one["Key"].removeprefix(prefix)
+                if name:
+                    objects[name] = Found(one["Size"], one["LastModified"].timestamp(), one.get("ETag"))
+            directories |= {one["Prefix"].removeprefix(prefix).rstrip("/") for one in answer.get("CommonPrefixes", ())}
+            if not answer.get("IsTruncated"):
+                return Listing(objects, frozenset(directories))
+            token = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def delete(self, key: str) -> None:
+        try:
+            self.call("delete", "delete_object", key)
+        except StorageNotFoundError:
+            return
+
+    def upload(self, key: str) -> Upload:
+        return S3Upload(self, key)
+
+    def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
+        found: builtins.list[PendingUpload] = []
+        markers: dict[str, Any] = {}
+        while True:
+            answer = self.call("list the uploads below", "list_multipart_uploads", Prefix=prefix, **markers)
+            found += [
+                PendingUpload(one["Key"], one["UploadId"], one["Initiated"].timestamp())
+                for one in answer.get("Uploads", ())
+                if one["Key"].startswith(prefix)
+            ]
+            if not answer.get("IsTruncated"):
+                return found
+            markers = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer.get("NextUploadIdMarker", "")}
+
+    def abort(self, pending: PendingUpload) -> None:
+        try:
+            self.call("abort the upload of", "abort_multipart_upload", pending.key, UploadId=pending.id)
+        except StorageNotFoundError:
+            return
+
+    def now(self) -> float:
+        answer = self.call("look at", "head_bucket")
+        date = answer["ResponseMetadata"]["HTTPHeaders"]["date"]
+        return email.utils.parsedate_to_datetime(date).timestamp()
+
+
+class S3Upload(PartedUpload):
+    """A multipart upload: a few threads send parts while more bytes come."""
+
+    def __init__(self, client: S3Client, key: str) -> None:
+        super().__init__(f"{client.where}{key}")
+        self._client = client
+        self._key = key
+        self._parts: builtins.list[Future[dict[str, Any]]] = []
+        self._room = threading.Semaphore(SENDERS)
+        self._pool = ThreadPoolExecutor(SENDERS, thread_name_prefix="migrator-put")
+        self._is_over = False
+        self._id = str(client.call("begin the upload of", "create_multipart_upload", key)["UploadId"])
+
+    @property
+    def part_size(self) -> int:
+        # Later parts are larger, so that no upload has too many of them.
+        return PART << min(8, len(self._parts) // 1000)
+
+    def send(self, part: bytes) -> None:
+        self._room.acquire()
+        for sent in self._parts:
+            if sent.done():
+                sent.result()
+        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, part))
+
+    def _put(self, number: int, data: bytes) -> dict[str, Any]:
+        try:
+            answer = self._client.call(
+                "write", "upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+        finally:
+            self._room.release()
+
+    def finish(self) -> None:
+        if self.has_rest or not self._parts:
+            self.send_rest()
+        parts = [part.result() for part in self._parts]
+        try:
+            self._client.call(
+                "finish the upload of",
+                "complete_multipart_upload",
+                self._key,
+                UploadId=self._id,
+                MultipartUpload={"Parts": parts},
+            )
+        except StorageError as error:
+            # It may have been finished by a request whose answer was lost, and was then repeated.
+            if not (error.transient or isinstance(error, StorageNotFoundError)) or not self._is_finished():
+                raise
+        self._is_over = True
+        self._pool.shutdown()
+
+    def _is_finished(self) -> bool:
+        """No upload is pending any more, and the object has as many bytes as were sent."""
+        if any(pending.id == self._id for pending in self._client.uploads(self._key)):
+            return False
+        found = self._client.head(self._key)
+        return found is not None and found.size == self.bytes
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if not self._is_over:
+            self._is_over = True
+            try:
+                self._client.abort(PendingUpload(self._key, self._id, 0.0))
+            except StorageError:
+                return  # the next life sweeps it
+
+
+def _code(error: BaseException) -> str:
+    """What S3 calls the error, of whatever kind the library made of it."""
+    found: BaseException | None = error
+    while found is not None:
+        response = getattr(found, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        found = found.__cause__ or found.__context__
+    return ""
+
+
+def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError:
+    code, text = _code(error), f"cannot {doing}: {scrubbed(error)}"
+    if code in ("NoSuchBucket", "InvalidBucketName"):
+        return StorageAccessError(f"{text}. {_TO_DO[code]}.")
+    if code in _NO_RIGHT or isinstance(error, PermissionError):
+        right = f"The job needs the right {_RIGHTS[method]} there (docs/s3.md)"
+        return StorageAccessError(f"{text}. {_TO_DO.get(code, right)}.")
+    if code in _EXISTS:
+        return StorageExistsError(text)
+    if code in _NOT_FOUND or isinstance(error, FileNotFoundError):
+        return StorageNotFoundError(text)
+    if code in _REFUSED or isinstance(error, NotImplementedError):
+        return ConditionRefusedError(text)
+    if code in _FULL:
+        return StorageFullError(text)
+    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+        return StorageAccessError(f"{text}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role.")
+    return StorageTransientError(f"{text}. See whether the store answers (AWS_ENDPOINT_URL).")
