@@ -18,6 +18,7 @@ EVENTS = {
     # a life begins
     "listening": "the watcher runs; shows where ckpts are written and which ways of notice are watched",
     "storage_warning": "the place for ckpts can be used but has a weakness",
+    "object_store": "ckpts go to an object store; shows which library makes the requests and what the store can do",
     "generation_claimed": "this life has a generation number",
     "generation_unreadable": "the record of an earlier life cannot be read; its ckpts can still be loaded",
     "fork": "two lives continued the same ckpt; the one that trained further counts",

@@ -28,7 +28,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 UNIT = "tests/unit"
 """No test in this directory starts a process."""
-WITH_PROCESSES = ("tests/jobs", "tests/ranks", "tests/pods")
+WITH_PROCESSES = ("tests/jobs", "tests/ranks", "tests/pods", "tests/object_stores")
 """All tests in these may start processes. Elsewhere one of these fixtures says so, or the mark `processes`."""
 STARTS_PROCESSES = {"fork_server", "kubelet"}
 MEMORY = Path("/dev/shm")

@@ -76,6 +76,8 @@ class StartingPoint:
 def begin_generation(settings: Settings, storage: Storage, notices: Notices, about: dict[str, Any]) -> StartingPoint:
     """Claim this life's number, wait for an earlier life that is still saving, and look for ckpts."""
     storage.check()
+    if traits := storage.traits():
+        log("object_store", root=storage.root, **dict[str, Any](traits))
     fresh = settings.resume == "never"
     if notices.has_notice:
         generation = generations.not_claimed(storage, fresh=fresh)

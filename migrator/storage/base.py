@@ -61,6 +61,10 @@ class Storage(ABC):
     def where(self, name: str = "") -> str:
         """A name as people find it: a path or a URL. It is for messages only."""
 
+    def traits(self) -> dict[str, str]:
+        """What a life's log should say of the storage, beside its place; `check` has been called."""
+        return {}
+
     @abstractmethod
     def check(self) -> None:
         """Make the place for the job if it is missing, and show that everything a save needs works there.

@@ -26,6 +26,7 @@ class _File:
     data: bytes
     modified_s: float
     etag: str
+    writer: str
 
 
 @dataclass
@@ -46,8 +47,8 @@ class Bucket:
         """Uploads that are not finished, by their ids."""
         self.numbers = itertools.count()
 
-    def made(self, data: bytes) -> _File:
-        return _File(data, self.clock(), str(next(self.numbers)))
+    def made(self, data: bytes, writer: str = "") -> _File:
+        return _File(data, self.clock(), str(next(self.numbers)), writer)
 
     def begin(self, key: str) -> str:
         """The id of a new upload."""
@@ -92,14 +93,14 @@ class MemoryClient(ObjectClient):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
 
-    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None, writer: str = "") -> None:
         with self.bucket.lock:
             there = self.bucket.files.get(key)
             if absent and there is not None:
                 raise StorageExistsError(f"{key} is there already")
             if etag is not None and (there is None or there.etag != etag):
                 raise StorageExistsError(f"{key} is not the one that was to be replaced")
-            self.bucket.files[key] = self.bucket.made(bytes(data))
+            self.bucket.files[key] = self.bucket.made(bytes(data), writer)
 
     def get(self, key: str, *, limit: int) -> bytes:
         return self.bucket.find(key).data[:limit]
@@ -115,7 +116,7 @@ class MemoryClient(ObjectClient):
     def head(self, key: str) -> Found | None:
         with self.bucket.lock:
             found = self.bucket.files.get(key)
-        return None if found is None else Found(len(found.data), found.modified_s, found.etag)
+        return None if found is None else Found(len(found.data), found.modified_s, found.etag, found.writer)
 
     def list(self, prefix: str) -> Listing:
         with self.bucket.lock:

@@ -32,6 +32,8 @@ class Found:
     size: int
     modified_s: float
     etag: str | None = None
+    writer: str = ""
+    """Which `put` wrote it, if that was asked to say so; only `head` knows."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ class ObjectClient(ABC):
     """The bucket as a URL without credentials, ending with a slash."""
 
     @abstractmethod
-    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None, writer: str = "") -> None:
         """Write a small object.
 
-        `absent`: only if there is none; else `StorageExistsError`. Such a request is made once and never repeated here.
-        `etag`: only if the object has this one; else `StorageExistsError` as well. A store that refuses such conditions
-        raises `ConditionRefusedError`; one that ignores them writes.
+        `absent`: only if there is none; else `StorageExistsError`. `etag`: only if the object has this one; else
+        `StorageExistsError` as well. A store that refuses such conditions raises `ConditionRefusedError`; one that
+        ignores them writes. `writer` is kept beside the object: libraries repeat a request whose answer was lost, and
+        then the caller finds out by it who wrote the object that is there.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ RANGE = 8 << 20
 READERS = 8
 """Ranged GETs at the same time, of one file."""
 _TRIES = 4
-"""How often a PUT that must act once is made. No client repeats it by itself: then nobody would know who acted."""
+"""How often a PUT that must act once is made, and a range is read."""
 _PAUSE_S = 0.1
 """Seconds before it is made again; doubled each time."""
 _CLAIM_TRIES = 8
@@ -51,9 +51,9 @@ class Conditions(enum.Enum):
     """What a store does with a PUT that has a condition."""
 
     UNKNOWN = "not tried yet"
-    HONOURED = "honours them"
-    IGNORED = "ignores them"
-    REFUSED = "refuses them"
+    HONOURED = "honoured"
+    IGNORED = "ignored"
+    REFUSED = "refused"
 
 
 class ObjectStorage(Storage):
@@ -110,6 +110,9 @@ class ObjectStorage(Storage):
         finally:
             self.client.delete(key)
 
+    def traits(self) -> dict[str, str]:
+        return {"client": self.client.name, "conditional_writes": self.conditions.value}
+
     # Small objects.
 
     def put(self, name: str, data: bytes, *, exclusive: bool, check: Callable[[], None] = lambda: None) -> None:
@@ -141,21 +144,20 @@ class ObjectStorage(Storage):
                 raise
 
     def _put_once(self, key: str, data: bytes) -> None:
+        writer = uuid.uuid4().hex
         for turn in range(_TRIES):
             try:
-                self.client.put(key, data, absent=True)
+                self.client.put(key, data, absent=True, writer=writer)
                 return
             except StorageExistsError as error:
-                # The name may be taken by the first try, whose answer was lost. Before that, it is somebody else's.
-                if turn and self._is_there(key, data):
+                # The name may be taken by a try of this very call, whose answer was lost.
+                found = self.client.head(key)
+                if found is not None and found.writer == writer:
                     return
                 raise StorageExistsError(f"{self.client.where}{key} is there already, of another writer") from error
             except StorageError as error:
-                if not error.transient:
-                    raise
-                if self._is_there(key, data):
-                    return
-                if turn + 1 == _TRIES:
+                # Made again, it finds the name taken if it has acted.
+                if not error.transient or turn + 1 == _TRIES:
                     raise
             time.sleep(_PAUSE_S * 2**turn)
 
@@ -331,7 +333,15 @@ class ObjectReader(Reader):
             done.result()
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
-        read = self._client.read(self._key, buffer, offset, etag=self._found.etag)
+        for turn in range(_TRIES):
+            try:
+                read = self._client.read(self._key, buffer, offset, etag=self._found.etag)
+                break
+            except StorageError as error:
+                # An answer that ends too early is no error to the libraries that repeat requests.
+                if not error.transient or turn + 1 == _TRIES:
+                    raise
+            time.sleep(_PAUSE_S * 2**turn)
         if read != len(buffer):
             raise StorageForeignError(
                 f"{self._client.where}{self._key}: {read} bytes came from byte {offset} on, of {len(buffer)}"

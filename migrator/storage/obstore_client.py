@@ -26,7 +26,7 @@ from migrator.errors import (
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import PartedUpload, scrubbed
-from migrator.storage.s3_client import CONNECT_S, TRIES, S3Client
+from migrator.storage.s3_client import CONNECT_S, HURRIED_TRIES, TRIES, S3Client
 
 PART = 16 << 20
 """Bytes of one part of an upload. 10,000 of them are 160 GB; larger objects have larger parts."""
@@ -43,9 +43,12 @@ class ObstoreClient(S3Client):
 
     def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
         super().__init__(bucket, grace_s=grace_s)
-        self._stores = {is_hurried: self._store(self._silence_s(is_hurried=is_hurried)) for is_hurried in (False, True)}
+        self._stores = {
+            False: self._store(self._silence_s(is_hurried=False), TRIES),
+            True: self._store(self._silence_s(is_hurried=True), HURRIED_TRIES),
+        }
 
-    def _store(self, silence_s: float) -> Any:
+    def _store(self, silence_s: float, tries: int) -> Any:
         import botocore.session
         from obstore.store import S3Store
 
@@ -73,7 +76,7 @@ class ObstoreClient(S3Client):
                 "connect_timeout": timedelta(seconds=CONNECT_S),
                 "timeout": timedelta(seconds=silence_s),
             },
-            retry_config={"max_retries": TRIES - 1, "retry_timeout": timedelta(seconds=TRIES * silence_s)},
+            retry_config={"max_retries": tries - 1, "retry_timeout": timedelta(seconds=tries * silence_s)},
         )
 
     @property

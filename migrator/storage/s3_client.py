@@ -41,12 +41,17 @@ PART = 16 << 20
 """Bytes of one part of an upload, at least. S3 takes 10,000 parts of 5 MiB to 5 GiB."""
 SENDERS = 4
 """Parts that are sent at the same time. Each is in memory once more."""
-TRIES = 4
+TRIES = 6
 """How often a request is made at most, by the library."""
+HURRIED_TRIES = 3
+"""The same in a pod that must leave: a save that failed is tried again as a whole until the deadline."""
 CONNECT_S, READ_S = 3.0, 20.0
 """Seconds that a connection, and a silence on it, may take before the request is given up and made again."""
 _OF_GRACE = 1 / 6
 """In a pod that must leave, the same for a silence, as a part of the grace: time is left to make the request again."""
+
+_WRITER = "migrator-writer"
+"""Under this name an object keeps which `put` wrote it."""
 
 _NOT_FOUND = {"NoSuchKey", "404", "NoSuchUpload", "NotFound"}
 _EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
@@ -104,7 +109,7 @@ class S3Client(ObjectClient):
         self.is_hurried = False
         self._hurried_s = min(READ_S, max(1.0, grace_s * _OF_GRACE))
 
-        def made(tries: int, silence_s: float) -> Any:
+        def made(silence_s: float, tries: int) -> Any:
             found = s3fs.S3FileSystem(
                 endpoint_url=self.endpoint,
                 config_kwargs={
@@ -124,9 +129,8 @@ class S3Client(ObjectClient):
 
         # Made now: in the last seconds of a pod there is no time for it.
         self._filesystems = {
-            (tries, is_hurried): made(tries, self._silence_s(is_hurried=is_hurried))
-            for tries in (TRIES, 1)
-            for is_hurried in (False, True)
+            False: made(self._silence_s(is_hurried=False), TRIES),
+            True: made(self._silence_s(is_hurried=True), HURRIED_TRIES),
         }
 
     def _silence_s(self, *, is_hurried: bool) -> float:
@@ -135,25 +139,24 @@ class S3Client(ObjectClient):
     def hurry(self) -> None:
         self.is_hurried = True
 
-    def _filesystem(self, *, is_repeated: bool = True) -> Any:
-        return self._filesystems[TRIES if is_repeated else 1, self.is_hurried]
+    @property
+    def _filesystem(self) -> Any:
+        return self._filesystems[self.is_hurried]
 
-    def call(
-        self, doing: str, method: str, key: str | None = None, *, is_repeated: bool = True, **fields: Any
-    ) -> dict[str, Any]:
+    def call(self, doing: str, method: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """One request; its answer, or an error of ours."""
         of = {} if key is None else {"Key": key}
         try:
-            fs = self._filesystem(is_repeated=is_repeated)
-            found: dict[str, Any] = fs.call_s3(method, Bucket=self.bucket, **of, **fields)
+            found: dict[str, Any] = self._filesystem.call_s3(method, Bucket=self.bucket, **of, **fields)
         except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
             raise _as_storage_error(error, f"{doing} {self.where}{key or fields.get('Prefix', '')}", method) from None
         return found
 
-    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None) -> None:
+    def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None, writer: str = "") -> None:
         conditions: dict[str, Any] = {"IfNoneMatch": "*"} if absent else {}
         conditions |= {"IfMatch": etag} if etag is not None else {}
-        self.call("write", "put_object", key, is_repeated=not conditions, Body=data, **conditions)
+        said = {"Metadata": {_WRITER: writer}} if writer else {}
+        self.call("write", "put_object", key, Body=data, **conditions, **said)
 
     def get(self, key: str, *, limit: int) -> bytes:
         return self._range(key, 0, limit, None)
@@ -166,7 +169,7 @@ class S3Client(ObjectClient):
     def _range(self, key: str, offset: int, size: int, etag: str | None) -> bytes:
         fields: dict[str, Any] = {} if etag is None else {"IfMatch": etag}
 
-        fs = self._filesystem()
+        fs = self._filesystem
 
         async def fetch() -> tuple[bytes, bool]:
             answer = await fs._call_s3(
@@ -198,7 +201,7 @@ class S3Client(ObjectClient):
             answer = self.call("look at", "head_object", key)
         except StorageNotFoundError:
             return None
-        return Found(answer["ContentLength"], answer["LastModified"].timestamp(), answer.get("ETag"))
+        return Found(answer["ContentLength"], answer["LastModified"].timestamp(), answer.get("ETag"), _writer(answer))
 
     def list(self, prefix: str) -> Listing:
         objects: dict[str, Found] = {}
@@ -318,6 +321,11 @@ class S3Upload(PartedUpload):
                 self._client.abort(PendingUpload(self._key, self._id, 0.0))
             except StorageError:
                 return  # the next life sweeps it
+
+
+def _writer(answer: dict[str, Any]) -> str:
+    said = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+    return str(said.get(_WRITER, ""))
 
 
 def _code(error: BaseException) -> str:

@@ -182,6 +182,8 @@ class Job:
         self._server = server
         self.directory = directory
         self.root = directory / "ckpts"
+        self.url = ""
+        """The root, if it is in an object store."""
         self.signal = directory / "pod" / "signal"
         self.script = directory / "train.py"
         self.env: dict[str, str] = {}
@@ -225,7 +227,11 @@ class Job:
     def start(self, argv: Sequence[str], *, out: Path, env: Mapping[str, str], delay_s: float = 0.0) -> Process:
         """One process with this job's settings. Whoever calls this ends it."""
         base = {k: v for k, v in os.environ.items() if not k.startswith(("MIGRAT", "KUBERNETES"))}
-        settings = {"MIGRATOR_CKPT": str(self.root), "MIGRATOR_SIGNAL": str(self.signal), "MIGRATOR_GRACE_S": "20"}
+        settings = {
+            "MIGRATOR_CKPT": self.url or str(self.root),
+            "MIGRATOR_SIGNAL": str(self.signal),
+            "MIGRATOR_GRACE_S": "20",
+        }
         return self._server.start(
             list(argv),
             env={**base, **settings, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._server.scratch), **self.env, **env},

@@ -34,7 +34,7 @@ class Pod:
         self.root = job.directory / f"ckpts-{number}" if has_own_root and number else job.root
         """The root of the ckpts as the pod sees it."""
         self.env = {**LOOPBACK, "HOSTNAME": self.name, "MIGRATOR_SIGNAL": str(self.signal)}
-        self.env["MIGRATOR_CKPT"] = str(self.root)
+        self.env["MIGRATOR_CKPT"] = job.url or str(self.root)
 
     def ask(self, grace_s: float = 20.0, request: str = "r-1") -> None:
         """Write what the hook writes."""

@@ -1,0 +1,54 @@
+"""A real S3 server for all tests of one worker, and jobs whose root is in it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from migrator.storage.obstore_client import ObstoreClient
+from migrator.storage.s3_client import S3Client
+from tests.support.harness import Job
+from tests.support.s3_server import S3Server, why_not
+
+BUCKET = "migrator-tests"
+CLIENTS = {"obstore": ObstoreClient, "s3fs": S3Client}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[S3Server]:
+    if (missing := why_not()) is not None:
+        pytest.skip(missing)
+    made = S3Server(tmp_path_factory.mktemp("s3")).start()
+    made.make_bucket(BUCKET)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A prefix that no other test uses; this process finds the server by its environment."""
+    for name, value in server.env().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(params=["obstore", "s3fs"])
+def client(request: pytest.FixtureRequest) -> str:
+    """The library that a job uses: obstore if it is there, else s3fs."""
+    return str(request.param)
+
+
+@pytest.fixture
+def stored(job: Job, url: str, server: S3Server) -> Job:
+    """A job whose ckpts go to the server."""
+    job.url = url
+    job.env |= server.env()
+    return job
+
+
+def without_obstore(script: str) -> str:
+    """The script on a machine that has no obstore."""
+    return f'import sys\nsys.modules["obstore"] = None\n{script}'
