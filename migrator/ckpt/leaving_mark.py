@@ -161,9 +161,9 @@ class _Mark:
     grace_s: float
     since: float
     """By the storage's clock."""
-    text: bytes = b""
-    by: Mapping[str, Any] | None = None
-    beats: bool = False
+    text: bytes
+    by: Mapping[str, Any] | None
+    beats: bool
     """Whether the process promises to change it."""
 
 

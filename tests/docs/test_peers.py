@@ -48,6 +48,7 @@ def counts(row: list[str]) -> tuple[list[int], list[int], list[int], list[int]]:
     return numbers[:4], numbers[4:8], numbers[8:12], numbers[12:]
 
 
+@pytest.mark.long
 def test_the_sweeps_see_what_is_lost(table: dict[str, list[str]]) -> None:
     """A file that is written in place is lost to a kill and to a full disk, and its flipped bits are not found."""
     flips, cuts, kills, full = counts(table[CARELESS])
@@ -60,6 +61,7 @@ def test_the_sweeps_see_what_is_lost(table: dict[str, list[str]]) -> None:
     assert table[CARELESS][-2].startswith("no")
 
 
+@pytest.mark.long
 def test_nothing_of_ours_is_lost(table: dict[str, list[str]]) -> None:
     """By the same sweeps: no wrong load, no kill that leaves less than the state before, all synced, all told."""
     flips, cuts, kills, full = counts(table[OURS])

@@ -488,3 +488,55 @@ def test_a_loader_that_dies_with_the_pod_leaves_a_safe_point_that_can_be_saved(j
     if why == "costly":
         assert process.events("capture_costly") != []
     assert check(job) == [30]
+
+
+FEATURES = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from migrator import ElasticSampler, migrator
+
+torch.manual_seed(0)
+data = torch.randn(24, 8)
+model = nn.Module()
+model.body, model.head = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)), nn.Linear(16, 2)
+model.forward = lambda x: model.head(model.body(x))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+sampler = ElasticSampler(data, seed=1)
+for name, value in (("model", model), ("optimizer", optimizer), ("sampler", sampler)):
+    migrator.register(name, value)
+migrator.listening(every="off")
+if migrator.resume:
+    print("took", migrator.load_ckpt())
+for epoch in range(sampler.epoch, 3):
+    sampler.set_epoch(epoch)
+    for x in migrator.batches(DataLoader(data, 4, sampler=sampler)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    head, model.head = model.head, nn.Identity()
+    if os.environ.get("AT") == str(epoch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        end_s = time.monotonic() + 0.5  # the saving thread looks, and finds that the head is missing
+        while time.monotonic() < end_s:
+            model(data)
+    model.head = head
+print("final", [p.sum().item().hex() for p in model.parameters()])
+"""
+
+
+def test_a_notice_while_a_part_of_the_model_is_taken_out_costs_no_weights(job: Job) -> None:
+    """An evaluation by features puts an `Identity` in the place of the head. What is saved has the head."""
+    job.write(FEATURES)
+    whole = job.run(MIGRATOR_JOB="whole", MIGRATOR_SIGNAL=str(job.directory / "other" / "signal"))
+    assert whole.wait() == 0, whole.text
+    expected = whole.wait_for("^final (.*)$").group(1)
+
+    life = job.run(AT="0")
+    assert life.wait() == 143, life.text
+    assert [event["why"] for event in life.events("leaving")] == ["saved"], life.text
+    last = job.run()
+    assert last.wait() == 0, last.text
+    assert last.wait_for("^took (.*)$").group(1) == life.events("leaving")[0]["ckpt"]
+    assert last.wait_for("^final (.*)$").group(1) == expected

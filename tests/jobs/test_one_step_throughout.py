@@ -66,7 +66,7 @@ def compiler() -> str:
     return "inductor" if any(shutil.which(name) for name in ("c++", "g++", "clang++")) else "eager"
 
 
-@pytest.mark.parametrize("kind", chance.some("kinds", KINDS, 0.4))
+@pytest.mark.parametrize("kind", chance.some("kinds", KINDS, 0.25))
 def test_saves_at_random_instants_hold_one_step_each(job: Job, kind: str) -> None:
     """Parameters, buffers, optimizer state, groups and metrics of every ckpt are those of one and the same step."""
     count = KINDS[kind]

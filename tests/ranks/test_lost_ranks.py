@@ -324,7 +324,9 @@ def test_a_rank_that_raises_with_notice_pending(job: Job, raising: int, place: s
     ckpt, saved = left(gang, [1 - raising])
 
     assert gang[raising].wait() == 143, gang.text
-    assert saved in (step, 5 if place != "drawn" else 4), gang.text
+    # The notice may reach the other rank before it steps: then it has the step before, and stays there.
+    has_stepped = re.search("^trained 5 ", gang[1 - raising].text, re.MULTILINE) is not None
+    assert saved in ((step, 5 if place != "drawn" else 4) if has_stepped else (4, step)), gang.text
     told = gang[raising].events("leaving")
     # A rank that cannot get to the step of the others may have saved the one before by itself; the higher one counts.
     assert [fields["ckpt"] for fields in told] in [[name] for name in (*job.ckpts(), "None")], gang.text

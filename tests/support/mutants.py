@@ -184,6 +184,16 @@ EXPLAINED: dict[str, str] = {
     'session/restore_plan._check_random | set_state(torch.Generator(), states["torch"]) | swap with next': (
         "each refuses for itself; only which is named first is another"
     ),
+    "ckpt/retention._kept | return [], False | False to True": "with no ckpt to keep the caller returns at once",
+    "ckpt/catalog.beside.is_beside | return from_the_start or number > min(left_at) | > to >=": (
+        "what has the number of a life on the way was answered before"
+    ),
+    "ckpt/leaving_mark._Pulse.why_dead | if mark.beats and self._silent_s > SILENT_S: | > to >=": (
+        "no two moments of a clock are so exactly apart"
+    ),
+    'ckpt/continuation.gone_on_without | if note.get("looks") is not True or time.monotonic() > end_s: | > to >=': (
+        "no two moments of a clock are the same"
+    ),
     "ckpt/tensor_file._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
         "the end of the `with` waits in either case"
     ),

@@ -55,6 +55,10 @@ class Module(Adapter):
                 for k, v in module._buffers.items()
                 if v is not None and k not in module._non_persistent_buffers_set
             ]
+        # Those that `state_dict()` has: a module may leave some out, of a frozen backbone for example.
+        stored = {id(value) for value in self._state().values()}
+        self._stored = [(slots, k) for slots, k in (*self._params, *self._buffers) if id(slots.get(k)) in stored]
+        self._is_stale = False
         # By key, because a module that is used twice has two keys.
         self._extra = {
             f"{path}._extra_state".removeprefix(".").replace("_orig_mod.", ""): module
@@ -63,6 +67,8 @@ class Module(Adapter):
         }
 
     def capture(self) -> Any:
+        if self._is_stale:
+            self._scan()
         live = [buffer for slots, key in self._buffers if (buffer := slots.get(key)) is not None]
         extra = {key: copied(module.get_extra_state()) for key, module in self._extra.items()}
         params = [slots.get(key) for slots, key in self._params]
@@ -105,6 +111,7 @@ class Module(Adapter):
         buffers = {id(buffer) for buffer in self.target.buffers()}
         found: dict[str, Any] = {}
         state = self._state()
+        self._check_nothing_was_taken_out(state)
         for key, value in state.items():
             if isinstance(value, Tensor) and id(value) in copy_of:
                 found[key] = copy_of[id(value)]
@@ -123,6 +130,16 @@ class Module(Adapter):
                 found[key] = value.detach() if isinstance(value, Tensor) else value
         found[WITHOUT_GRAD] = [key for key, value in state.items() if id(value) in fixed]
         return found
+
+    def _check_nothing_was_taken_out(self, state: dict[str, Any]) -> None:
+        """A submodule may have been taken out since the safe point, for an evaluation by its features for example."""
+        there = set(map(id, state.values()))
+        for slots, key in self._stored:
+            tensor = slots.get(key)
+            if tensor is not None and id(tensor) not in there:
+                # The next safe point has what is there then, also if it was put back.
+                self._is_stale = True
+                raise LayoutChanged(f"a tensor {key!r} of shape {tuple(tensor.shape)} is no longer in the module")
 
     def _state(self) -> dict[str, Any]:
         # A compiled submodule adds `_orig_mod.` to the path.

@@ -55,6 +55,18 @@ def test_what_may_be_of_a_lineage_that_was_given_up_comes_last(storage: PosixSto
     assert furthest_first(storage, live(storage)) == [*new[::-1], *old[::-1]]
 
 
+def test_what_is_certain_comes_first_however_short_it_is(storage: PosixStorage) -> None:
+    """One step of a life that is known counts for more than many behind a record that cannot be read."""
+    live(storage)
+    uncertain = save(storage, 1, 5000)
+    live(storage)
+    record(storage, 2).write_bytes(b"")
+    live(storage)
+    certain = save(storage, 3, 1)
+
+    assert furthest_first(storage, live(storage)) == [certain, uncertain]
+
+
 # Forks.
 
 
@@ -121,6 +133,24 @@ def test_nothing_is_named_that_is_not_certain(storage: PosixStorage, said: dict[
     save(storage, 1, 30, **said)
     save(storage, 2, 50, **said)
     assert branches(storage) == []
+
+
+@pytest.mark.timeout(20)
+def test_ckpts_that_name_one_another_are_no_endless_way(storage: PosixStorage) -> None:
+    """No save writes that, and a hostile manifest may."""
+    for _ in range(3):
+        live(storage)
+    save(storage, 2, 30, continues="000002-000000000030")
+    save(storage, 3, 50, continues="000002-000000000030")
+    assert branches(storage) == []
+
+
+def test_a_ckpt_is_made_durable_before_its_name(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own names first, then its name in the job: a crash in between leaves no ckpt that lacks something."""
+    synced: list[str] = []
+    monkeypatch.setattr(PosixStorage, "make_durable", lambda of, directory="": synced.append(directory))
+    catalog.make_durable(storage, "000001-000000000010")
+    assert synced == ["000001-000000000010", ""]
 
 
 def test_a_damaged_ckpt_is_no_reason_not_to_start(storage: PosixStorage) -> None:

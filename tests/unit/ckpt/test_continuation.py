@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from migrator.ckpt.catalog import ckpts
 from migrator.ckpt.continuation import go_on, gone_on_without
 from migrator.ckpt.generations import claim
-from migrator.ckpt.names import ckpt_name
+from migrator.ckpt.names import ckpt_name, note_name
 from migrator.storage.posix import PosixStorage
 from tests.support.volume import save
 
@@ -40,6 +41,28 @@ def test_who_began_before_a_ckpt_does_not_have_it(storage: PosixStorage) -> None
         f"a later life of the job (generation 2) went on from {ckpt_name(1, 10)} and does not have it"
     )
     assert gone_on_without(storage, 2, ckpt_name(2, 30)) is None
+
+
+def test_the_note_says_that_a_life_looks_again_until_it_has(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each further look, and without that word when two looks were the same. Each note replaces the last."""
+    notes: list[dict[str, Any]] = []
+    put = PosixStorage.put
+
+    def noted(of: PosixStorage, name: str, data: bytes, **how: Any) -> None:
+        put(of, name, data, **how)
+        notes.append(json.loads(of.get(note_name(2))))
+
+    monkeypatch.setattr(PosixStorage, "put", noted)
+    looks = iter([[], ["000001-000000000005"], ["000001-000000000005", "000001-000000000003"]])
+
+    assert go_on(storage, 2, lambda: next(looks)) == ["000001-000000000005", "000001-000000000003"]
+    assert notes == [
+        {"from": None, "looks": True},
+        {"from": "000001-000000000005", "looks": True},
+        {"from": "000001-000000000005"},
+    ]
 
 
 def test_a_life_that_begins_anew_has_nothing(storage: PosixStorage) -> None:

@@ -41,7 +41,10 @@ def test_a_life_that_leaves_at_once_leaves_no_trace(storage: PosixStorage) -> No
     now = not_claimed(storage, fresh=False)
     assert (now.number, now.continues, now.lineage, now.is_claimed) == (2, 1, (2, 1), False)
     assert not_claimed(storage, fresh=True).lineage == (2,)
-    assert live(storage) == Generation(2, 1, (2, 1), frozenset({1, 2}))
+    second = live(storage)
+    assert second == Generation(2, 1, (2, 1), frozenset({1, 2}))
+    assert second.is_claimed
+    assert not_claimed(storage, fresh=False).number == 3
 
 
 def test_a_fresh_start_begins_a_lineage_of_its_own(storage: PosixStorage) -> None:

@@ -140,6 +140,29 @@ def test_a_heartbeat_brings_no_mark_back(storage: PosixStorage, monkeypatch: pyt
     assert not mark(storage, 1).exists()
 
 
+def test_a_heartbeat_that_fails_says_so_once_and_goes_on(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next beat may come through. Closing ends it, and it never keeps a process alive."""
+    monkeypatch.setattr(leaving_mark, "BEAT_S", 0.005)
+    tried: list[int] = []
+
+    def fails(*_: Any) -> None:
+        tried.append(1)
+        raise StorageError("it fails")
+
+    monkeypatch.setattr(leaving_mark, "change_mark", fails)
+    heartbeat = Heartbeat(storage, 1, LeavingMark(30.0, beat=0))
+    heartbeat.start()
+    until(lambda: len(tried) > 3, "beats that fail")
+    heartbeat.close()
+    heartbeat.join(10)
+
+    assert heartbeat.daemon
+    assert not heartbeat.is_alive()
+    assert [record.message for record in caplog.records].count('storage_warning why="it fails"') == 1, caplog.text
+
+
 # By who it was.
 
 

@@ -626,3 +626,68 @@ def test_what_a_module_gains_is_saved_from_the_next_safe_point_on(tmp_path: Path
     saved = work.run(work.safe_point(2))
 
     assert same(model, work.saved(saved.ckpt)["model"])
+
+
+TakeOut = Callable[[Any], Callable[[], None]]
+"""Takes a submodule out; what it returns puts it back."""
+
+
+def head_for_identity(model: Any) -> Callable[[], None]:
+    head, model.head = model.head, nn.Identity()
+    return lambda: setattr(model, "head", head)
+
+
+def norm_for_identity(model: Any) -> Callable[[], None]:
+    norm, model.body[1] = model.body[1], nn.Identity()
+    return lambda: model.body.__setitem__(1, norm)
+
+
+def deleted(model: Any) -> Callable[[], None]:
+    head = model.head
+    del model.head
+    return lambda: setattr(model, "head", head)
+
+
+def popped(model: Any) -> Callable[[], None]:
+    last = model.body.pop(3)
+    return lambda: model.body.append(last)
+
+
+def with_head() -> nn.Module:
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+    model.head = nn.Linear(8, 2)
+    return model
+
+
+@pytest.mark.parametrize("way", [head_for_identity, norm_for_identity, deleted, popped])
+@pytest.mark.parametrize("is_put_back", [True, False])
+def test_what_was_taken_out_of_a_module_is_missed(tmp_path: Path, way: TakeOut, is_put_back: bool) -> None:
+    """For an evaluation by its features, or for good: no ckpt of the safe point lacks its tensors without a word."""
+    model = with_head()
+    its = bench(tmp_path, model=model)
+    capture = its.safe_point(1)
+    put_back = way(model)
+
+    with pytest.raises(Unclean, match="model"):
+        its.run(capture)
+    assert its.ckpts == []
+    its.context.gate.open()
+
+    if is_put_back:
+        put_back()
+    saved = its.saved(its.run(its.safe_point(2)).ckpt)
+    assert saved["model"].keys() - {".without_grad"} == model.state_dict().keys()
+
+
+def test_what_a_module_leaves_out_of_its_state_is_not_missed(tmp_path: Path) -> None:
+    """A frozen backbone, for example: it was never in a ckpt."""
+    model = with_head()
+
+    def leave_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for key in [key for key in state if key.startswith("body")]:
+            del state[key]
+
+    model.register_state_dict_post_hook(leave_out)
+    its = bench(tmp_path, model=model)
+    assert its.saved(its.run(its.safe_point(1)).ckpt)["model"].keys() >= {"head.weight", "head.bias"}

@@ -20,7 +20,7 @@ from migrator.errors import (
     StorageTransientError,
 )
 from migrator.storage import posix_calls
-from migrator.storage.posix import PosixStorage
+from migrator.storage.posix import PosixStorage, as_storage_error
 from tests.support.volume import Calls, names_in
 
 
@@ -669,3 +669,15 @@ def test_a_file_is_no_directory_to_make(storage: PosixStorage) -> None:
 def test_the_clock_can_be_asked_before_anything_was_written(tmp_path: Path) -> None:
     """A life that begins asks it, and the directory may not be there yet."""
     assert PosixStorage(tmp_path / "root", "new").now() > 0
+
+
+def test_an_error_says_what_the_system_said(tmp_path: Path) -> None:
+    """In its words, without its number; an error without a number as it is."""
+
+    def told(error: OSError) -> str:
+        with pytest.raises(StorageError) as raised, as_storage_error("write", tmp_path / "a" / "b"):
+            raise error
+        return str(raised.value).replace(str(tmp_path), "")
+
+    assert told(OSError(errno.EIO, "Input/output error")).startswith("cannot write /a/b: Input/output error. See the")
+    assert told(OSError("it broke")) == "cannot write /a/b: it broke. See whether the volume works."
