@@ -65,6 +65,17 @@ def test_the_note_says_that_a_life_looks_again_until_it_has(
     ]
 
 
+def test_of_several_later_lives_the_last_one_counts(storage: PosixStorage) -> None:
+    """The ones between may have been lost as well."""
+    for _ in range(2):
+        begin(storage)
+    save(storage, 1, 10)
+    begin(storage)
+    assert gone_on_without(storage, 1, ckpt_name(1, 10)) is None
+    save(storage, 1, 20)
+    assert "generation 3" in str(gone_on_without(storage, 1, ckpt_name(1, 20)))
+
+
 def test_a_life_that_begins_anew_has_nothing(storage: PosixStorage) -> None:
     """The lives behind it continue that one."""
     begin(storage)

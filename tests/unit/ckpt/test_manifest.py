@@ -56,6 +56,18 @@ def test_its_form_is_one_line_with_the_digest_in_front() -> None:
     assert read["manifest"]["format"] == 2
 
 
+def test_what_is_kept_beside_the_fields_makes_no_other_one_of_it() -> None:
+    """Nor has anybody to read it in a log."""
+    found = Manifest.from_bytes(example().to_bytes())
+    part = found.parts[0]
+    assert found.as_read
+    assert found == replace(found, as_read={})
+    assert part == replace(part, as_read={}, tensor_digests={"w": b"1"})
+    shown = repr(replace(found, parts=(replace(part, tensor_digests={"w": b"1"}),)))
+    assert "as_read" not in shown
+    assert "tensor_digests" not in shown
+
+
 def test_what_only_the_writer_knows_is_not_in_it() -> None:
     """Digests of tensors are for the proof before the commit."""
     part = replace(example().parts[0], tensor_digests={"w": b"12345678"})

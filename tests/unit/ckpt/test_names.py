@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from migrator.ckpt.names import ckpt_name, parse_ckpt_name
+from migrator.ckpt.names import ckpt_name, own_name, parse_ckpt_name, part_name
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,11 @@ def test_a_name_with_numbers_that_no_manifest_holds_is_that_of_no_ckpt() -> None
     assert parse_ckpt_name(ckpt_name(last, 1)) == (last, 1)
     assert parse_ckpt_name(ckpt_name(1, last + 1)) is None
     assert parse_ckpt_name(ckpt_name(last + 1, 1)) is None
+
+
+def test_only_a_second_try_has_a_number() -> None:
+    """Almost all parts are of a first one."""
+    assert own_name(3) == "own-of-rank-00003.safetensors"
+    assert own_name(3, 2) == "own-of-rank-00003-2.safetensors"
+    assert part_name(0, 2, rank=1) == "part-00000-of-00002-rank-00001.safetensors"
+    assert part_name(0, 2, rank=1, attempt=2) == "part-00000-of-00002-rank-00001-2.safetensors"

@@ -204,3 +204,9 @@ def test_a_record_with_numbers_that_are_none_is_corrupt(storage: PosixStorage, w
     assert RankRecord.from_bytes(seal("rank", record)).rank == 1
     with pytest.raises(CkptCorrupt, match="not one of ours"):
         RankRecord.from_bytes(seal("rank", record | wrong))
+
+
+def test_what_is_kept_beside_the_fields_of_a_record_is_not_shown() -> None:
+    """It says the same a second time, and a log would have all of it."""
+    record = RankRecord(1, (5, 0), "0" * 32, {}, {}, {"random": None, "loop": None}, {}, None)
+    assert "as_read" not in repr(RankRecord.from_bytes(record.to_bytes()))

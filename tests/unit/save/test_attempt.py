@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +174,22 @@ def test_who_comes_second_joins_and_replaces_nothing(storage: PosixStorage) -> N
         attempt.share()
     for attempt in (one, other):
         assert attempt.look().missing() == []
-    one.commit()
+    assert not one.commit().is_joined
     manifest = storage.get(f"{FIRST}/{MANIFEST}")
-    assert other.commit().ckpt == FIRST
+    joined = other.commit()
+    assert (joined.ckpt, joined.is_joined) == (FIRST, True)
     assert storage.get(f"{FIRST}/{MANIFEST}") == manifest
+
+
+def test_a_manifest_that_is_there_already_is_this_one_or_that_of_another_rank(storage: PosixStorage) -> None:
+    """The same bytes were committed by this rank, whose first try has acted; others are returned."""
+    (attempt,) = attempts(storage)
+    attempt.share()
+    attempt.commit()
+    there = catalog.whole(storage, FIRST)
+    assert commit(storage, there) is None
+    other = replace(there, written={"host": "another"})
+    assert commit(storage, other) == there
 
 
 def test_each_rank_writes_its_share_and_says_so(storage: PosixStorage, shared_out: None) -> None:
