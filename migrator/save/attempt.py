@@ -30,6 +30,7 @@ from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import ckpt_name, file_in, own_name, part_name
 from migrator.ckpt.rank_record import RankRecord
 from migrator.ckpt.tensor_file import digest_of, write_part
+from migrator.errors import SaveFailed
 from migrator.events import log
 from migrator.platform import container
 from migrator.ranks.shares import Gathering, OnStorage, Plan
@@ -98,7 +99,14 @@ class Attempt:
         standing = self.standing()
         if standing is not None:
             return standing
-        self.share()
+        try:
+            self.share()
+        except SaveFailed:
+            # The commit of a try before, which was given up, may have acted meanwhile.
+            standing = self.standing()
+            if standing is None:
+                raise
+            return standing
         return self.commit()
 
     def standing(self) -> Saved | None:

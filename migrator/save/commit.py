@@ -38,9 +38,16 @@ def commit(storage: Storage, manifest: Manifest) -> Manifest | None:
             return found
     except StorageError:
         # It may have appeared all the same: a lost reply, or a sync of its name that failed once.
-        if found_committed(storage, manifest.ckpt) is None:
+        if not _is_there(storage, manifest.ckpt):
             raise
     return None
+
+
+def _is_there(storage: Storage, name: str) -> bool:
+    try:
+        return found_committed(storage, name) is not None
+    except CkptCorrupt:
+        return False  # a later life sweeps; the error of the commit says more
 
 
 def found_committed(storage: Storage, name: str) -> Manifest | None:

@@ -128,7 +128,8 @@ class ObjectStorage(Storage):
         try:
             check()
         except BaseException:
-            self.client.delete(key)
+            with suppress(StorageError):
+                self.client.delete(key)
             raise
 
     def _honours_conditions(self) -> bool:
@@ -274,8 +275,10 @@ class ObjectStorage(Storage):
         for pending in self.client.uploads(key):
             if pending.key == key or pending.key.startswith(f"{key}/"):
                 self.client.abort(pending)
-        for found in self.client.list(f"{key}/").objects:
-            self.client.delete(f"{key}/{found}")
+        # Until nothing is left: a writer that looked before may still finish its name here.
+        while there := self.client.list(f"{key}/").objects:
+            for found in there:
+                self.client.delete(f"{key}/{found}")
         self.client.delete(key)
 
     def _pending(self, name: str) -> PendingUpload | None:

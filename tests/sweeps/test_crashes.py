@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,9 +24,9 @@ from hypothesis import strategies as st
 
 from migrator.ckpt import leaving_mark, retention
 from migrator.ckpt.names import MANIFEST
-from migrator.errors import MigratorError
+from migrator.errors import MigratorError, StorageExistsError, StorageTransientError
 from migrator.storage import posix_calls
-from migrator.storage.memory import MemoryStorage
+from migrator.storage.object_storage import ObjectStorage
 from migrator.storage.posix import PosixStorage
 from tests.support import chance, disk
 from tests.support.crashes import (
@@ -34,10 +36,12 @@ from tests.support.crashes import (
     Setting,
     Told,
     begun_twice,
+    ignores_conditions,
     killed_while_leaving,
     object_store,
     one_after_the_other,
     overlapping,
+    refuses_conditions,
     replaced_while_leaving,
     saved_once,
     that_does_not_sync,
@@ -45,6 +49,7 @@ from tests.support.crashes import (
     visit,
 )
 from tests.support.disk import SECTOR, Directory, Disk, Kernel
+from tests.support.object_store import Fault, ObjectStore, Outcome, faults
 
 O_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -104,6 +109,58 @@ def _directories_only(kernel: Kernel, fd: int) -> None:
         node.before = {}
 
 
+def _put_and_hope(of: ObjectStorage, key: str, data: bytes) -> None:
+    """Whoever has the name, and whatever was answered."""
+    with suppress(StorageTransientError):
+        of.client.put(key, data)
+
+
+def _put_once_or_be_glad(of: ObjectStorage, key: str, data: bytes) -> None:
+    """A name that is taken is taken for one's own."""
+    with suppress(StorageExistsError):
+        of.client.put(key, data, absent=True)
+
+
+def _acknowledged_unseen(of: ObjectStorage, key: str, data: bytes) -> None:
+    """No answer counts as a good one."""
+    with suppress(StorageTransientError):
+        of.client.put(key, data, absent=True)
+
+
+def _looks_only_before(of: ObjectStorage, name: str, data: bytes, *, exclusive: bool, check: Any = _nothing) -> None:
+    check()
+    _REAL_PUT(of, name, data, exclusive=exclusive)
+
+
+@contextmanager
+def _no_claim(of: ObjectStorage, key: str) -> Iterator[None]:
+    """It looks for the name, and for no other writer."""
+    if of.client.head(key) is not None:
+        raise StorageExistsError(key)
+    of.client.put(f"{key}.unused", b"")
+    of.client.delete(f"{key}.unused")
+    yield
+
+
+@contextmanager
+def _claim_that_does_not_look(of: ObjectStorage, key: str) -> Iterator[None]:
+    """It writes its claim, and yields to nobody."""
+    directory, _, name = key.rpartition("/")
+    claim = f"{directory}/.{name}.0123456789ab.claim"
+    of.client.put(claim, b"")
+    try:
+        yield
+    finally:
+        of.client.delete(claim)
+
+
+_REAL_PUT = ObjectStorage.put
+
+
+def _fails(story: Callable[..., None], machine: Callable[[], Any], seeds: int = 1) -> Setting:
+    return Setting(story, machine=machine, seeds=seeds, fails=True)
+
+
 ONE, OVERLAP = Setting(one_after_the_other), Setting(overlapping, keep=1, seeds=8)
 BREAKAGES: dict[str, tuple[Setting, Callable[[], Any]]] = {
     "names are not synced": (ONE, lambda: patch.object(PosixStorage, "_sync", _nothing)),
@@ -126,7 +183,35 @@ BREAKAGES: dict[str, tuple[Setting, Callable[[], Any]]] = {
     ),
     "uploads of dead writers are not swept": (
         Setting(killed_while_leaving, machine=object_store),
-        lambda: patch.object(MemoryStorage, "leftovers", lambda of, directory="": []),
+        lambda: patch.object(ObjectStorage, "leftovers", lambda of, directory="": []),
+    ),
+    "an unanswered commit counts as one": (
+        _fails(saved_once, object_store),
+        lambda: patch.object(ObjectStorage, "_put_once", _acknowledged_unseen),
+    ),
+    "a name that is taken is taken for one's own": (
+        _fails(begun_twice, object_store, 8),
+        lambda: patch.object(ObjectStorage, "_put_once", _put_once_or_be_glad),
+    ),
+    "a name is taken over": (
+        _fails(begun_twice, object_store, 8),
+        lambda: patch.object(ObjectStorage, "_put_once", _put_and_hope),
+    ),
+    "conditions are not honoured, and nobody claims": (
+        _fails(begun_twice, ignores_conditions, 8),
+        lambda: patch.object(ObjectStorage, "_claimed", _no_claim),
+    ),
+    "conditions are refused, and nobody looks for other claims": (
+        _fails(begun_twice, refuses_conditions, 8),
+        lambda: patch.object(ObjectStorage, "_claimed", _claim_that_does_not_look),
+    ),
+    "conditions are ignored, and nobody finds out": (
+        _fails(begun_twice, ignores_conditions, 8),
+        lambda: patch.object(ObjectStorage, "_honours_conditions", lambda of: True),
+    ),
+    "a commit looks for its parts only before": (
+        _fails(overlapping, object_store, 8),
+        lambda: patch.object(ObjectStorage, "put", _looks_only_before),
     ),
     "nobody waits for who is leaving": (
         Setting(replaced_while_leaving, seeds=8),
@@ -141,6 +226,37 @@ def test_the_search_finds_a_protocol_that(what: str) -> None:
     setting, broken = BREAKAGES[what]
     with broken(), patch.object(disk, "PRODUCT", 64), pytest.raises((Broken, MigratorError)):
         Search(setting, states=5000).run()
+
+
+def test_a_story_is_told_with_each_request_failing_in_each_way() -> None:
+    """All of the shortest story: what is not done, done without an answer, or done late."""
+    setting = Setting(saved_once, machine=object_store, fails=True)
+    alone = Search(replace(setting, fails=False), states=0, depth=1).run()
+    seen = Search(setting, states=10_000, depth=1).run()
+
+    assert seen.untold == 0
+    assert seen.told == 1 + len(faults(alone.calls, chance.dice("faults")))
+    assert seen.states > 4 * alone.states
+
+
+@pytest.mark.parametrize("machine", [object_store, ignores_conditions, refuses_conditions])
+def test_what_was_given_up_acts_later_also_behind_a_crash(machine: Callable[[], ObjectStore]) -> None:
+    """Before the request that it was to act before, or at the end."""
+    for after in (2, None):
+        store = machine()
+        store.fault = Fault(0, Outcome.LATE, after)
+        store.mount(lambda call, path: None)
+        with pytest.raises(StorageTransientError):
+            store.request("put", "job/late", b"1")
+        left = store.killed()
+        left.mount(lambda call, path: None)
+        left.request("put", "job/first", b"2")
+        assert "job/late" not in left.files()
+        left.request("put", "job/second", b"3")
+        assert ("job/late" in left.files()) is (after == 2)
+        assert left.settle()
+        assert left.files().keys() == {"job/late", "job/first", "job/second"}
+        assert store.files() == {}
 
 
 @pytest.mark.parametrize("setting", [ONE, Setting(killed_while_leaving), Setting(together, ranks=2), OVERLAP])
