@@ -19,7 +19,7 @@ from torch import nn
 from migrator.ckpt import codec
 from migrator.ckpt.manifest import Manifest
 from migrator.errors import CkptCorrupt, CkptMismatch, NoUsableCkpt, StorageTransientError
-from migrator.session import restore
+from migrator.session import restore, restore_plan
 from migrator.session.restore import load, newest_usable
 from migrator.session.restore_plan import Loaded, RestorePlan
 from migrator.state.registry import Registry
@@ -358,3 +358,33 @@ def test_the_error_says_how_to_take_a_part(volume: Volume, capsys: pytest.Captur
     exec(lines.replace("ckpts/default/000003-000000000412", str(directory)), {"model": fresh})
     assert "All keys matched successfully" in capsys.readouterr().out
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "epochs",
+    [
+        [],
+        {"a": 1},
+        {"a": []},
+        {"a": {}},
+        {"a": {"epoch": 1}},
+        {"a": {"is_over": True}},
+        {"a": {"epoch": -1, "is_over": False}},
+        {"a": {"epoch": 1.0, "is_over": False}},
+        {"a": {"epoch": True, "is_over": False}},
+        {"a": {"epoch": 1, "is_over": 0}},
+        {"a": {"epoch": 0, "is_over": True}, "b": None},
+    ],
+)
+def test_numbers_of_epochs_that_no_save_writes_are_corrupt(epochs: Any) -> None:
+    """They are used when a loop begins: too late to take another ckpt."""
+    with pytest.raises(CkptCorrupt, match=r"^name: the numbers of its epochs are not of the form"):
+        restore_plan._check_loop("name", {"loops": {}, "epochs": epochs})
+
+
+@pytest.mark.parametrize(
+    "epochs", [{}, {"a": {"epoch": 0, "is_over": True}, "b": {"epoch": 7, "is_over": False, "c": 1}}]
+)
+def test_numbers_of_epochs_that_a_save_writes_are_taken(epochs: Any) -> None:
+    """Also with more than this version knows."""
+    restore_plan._check_loop("name", {"loops": {}, "epochs": epochs})
