@@ -10,6 +10,7 @@ import pytest
 
 from migrator.storage.obstore_client import ObstoreClient
 from migrator.storage.s3_client import S3Client
+from tests.support import chance
 from tests.support.harness import Job
 from tests.support.s3_server import S3Server, why_not
 
@@ -35,7 +36,7 @@ def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
 
 
-@pytest.fixture(params=["obstore", "s3fs"])
+@pytest.fixture(params=chance.some("client", ["obstore", "s3fs"], 0.5))
 def client(request: pytest.FixtureRequest) -> str:
     """The library that a job uses: obstore if it is there, else s3fs."""
     return str(request.param)

@@ -277,7 +277,9 @@ def test_the_right_that_is_missing_is_named(
 # Whole jobs.
 
 
-@pytest.mark.parametrize("healed_s", [1.5, None], ids=["healed", "for good"])
+@pytest.mark.parametrize(
+    "healed_s", [pytest.param(1.5, id="healed"), pytest.param(None, id="for good", marks=pytest.mark.long)]
+)
 def test_a_job_whose_store_is_cut_when_it_has_to_leave(
     stored: Job, server: S3Server, proxy: FaultyProxy, healed_s: float | None
 ) -> None:

