@@ -98,6 +98,7 @@ def test_a_burst_of_503_is_waited_out(storage: ObjectStorage, proxy: FaultyProxy
     assert storage.get("record") == b"{}"
 
 
+@pytest.mark.long
 def test_a_slow_link_is_no_fault(storage: ObjectStorage, proxy: FaultyProxy, data: bytes) -> None:
     """Parts that arrive are not given up."""
     proxy.slow(8e6)
@@ -119,6 +120,7 @@ def test_a_link_that_is_cut_and_healed_costs_time_only(storage: ObjectStorage, p
     assert bytes_of(storage, "ckpt/part") == data
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_for_good_is_given_up_in_time(
     storage: ObjectStorage, proxy: FaultyProxy, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_link_that_is_cut_for_good_is_given_up_in_time(
     assert storage.leftovers("ckpt") == []
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_and_started_again_costs_time_only(
     tmp_path: Path, client: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +246,7 @@ def test_a_bucket_that_is_not_there_is_named(client: str, url: str) -> None:
         ObjectStorage(CLIENTS[client]("no-such-bucket"), "", "job").check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("denied", "right"),
     [
@@ -277,9 +281,8 @@ def test_the_right_that_is_missing_is_named(
 # Whole jobs.
 
 
-@pytest.mark.parametrize(
-    "healed_s", [pytest.param(1.5, id="healed"), pytest.param(None, id="for good", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("healed_s", [pytest.param(1.5, id="healed"), pytest.param(None, id="for good")])
 def test_a_job_whose_store_is_cut_when_it_has_to_leave(
     stored: Job, server: S3Server, proxy: FaultyProxy, healed_s: float | None
 ) -> None:

@@ -21,6 +21,12 @@ SCRIPTS = ROOT / "tests" / "support" / "scripts"
 SAMPLES = 38
 
 
+def apart(moments: list[str], count: int) -> list[str]:
+    """One of each of so many stretches of the job, and far from the next one: a stop goes on to the next safe point."""
+    dice, length = chance.dice("moments"), len(moments) // count
+    return [moments[length * i + dice.randrange(length // 2)] for i in range(count)]
+
+
 def use(job: Job, client: str, script: str) -> Job:
     return job.write(script if client == "obstore" else without_obstore(script))
 
@@ -29,9 +35,8 @@ def test_a_job_that_is_stopped_three_times_ends_as_if_nothing_had_happened(store
     """Everything that can be registered, bit for bit; the log says which library made the requests."""
     use(stored, client, (SCRIPTS / "everything.py").read_text())
     reference = unstopped(stored)
-    places = sorted(chance.dice("places").sample(range(len(reference.moments)), 3))
 
-    story = stopped(stored, [reference.moments[place] for place in places])
+    story = stopped(stored, apart(reference.moments, 3))
 
     assert_as_if_nothing_had_happened(story, reference)
     assert_each_sample_once(story, epochs=3, samples=SAMPLES)
@@ -43,13 +48,13 @@ def test_ranks_that_are_stopped_end_as_if_nothing_had_happened(stored: Job, clie
     use(stored, client, (SCRIPTS / "ranked.py").read_text())
     reference = unstopped_ranks(stored, 2)
     dice = chance.dice("ranks")
-    places = [reference.moments[place] for place in sorted(dice.sample(range(len(reference.moments) - 4), 2))]
 
-    story = stopped_ranks(stored, [(place, dice.randrange(2)) for place in places], [2, 2, 2])
+    story = stopped_ranks(stored, [(place, dice.randrange(2)) for place in apart(reference.moments, 2)], [2, 2, 2])
 
     assert_ranks_as_if_nothing_had_happened(story, reference)
 
 
+@pytest.mark.long
 def test_on_any_number_of_ranks_each_sample_is_trained_once(stored: Job) -> None:
     """Stopped on three ranks, resumed on two, stopped again, resumed on four."""
     stored.use(SCRIPTS / "ranked.py")
@@ -62,7 +67,8 @@ def test_on_any_number_of_ranks_each_sample_is_trained_once(stored: Job) -> None
     assert sorted(set(ids)) == list(range(len(set(ids)))), story.text
 
 
-@pytest.mark.parametrize("source", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("source", [2, 4])
 def test_what_any_number_of_ranks_saved_any_number_gets_back(stored: Job, source: int, client: str) -> None:
     """Weights, optimizer, sampler and state, the same on every rank."""
     saved = finish(use(stored, client, SAVES).gang(source, SAVE="3"))
@@ -72,6 +78,7 @@ def test_what_any_number_of_ranks_saved_any_number_gets_back(stored: Job, source
         assert of_all(told(gang, "begins")) == of_all(told(saved, "saved")), gang.text
 
 
+@pytest.mark.long
 def test_what_a_dead_life_left_is_swept_by_the_next_commit(stored: Job, url: str) -> None:
     """A part without a manifest, and an upload that nobody finished."""
     stored.use(SCRIPTS / "everything.py")

@@ -25,7 +25,7 @@ from tests.support.harness import DEADLINE_S, ROOT, until
 from tests.support.s3_server import REGION, Answer, S3Server, signed, sockets, users, why_not
 from tests.support.tcp_faults import FaultyProxy
 
-pytestmark = [pytest.mark.processes]
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 BUCKET = "bucket"
 MIB = 1 << 20
