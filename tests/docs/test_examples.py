@@ -25,6 +25,7 @@ def lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.mark.long
 def test_the_plain_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job: Job) -> None:
     """Stopped twice in mid-epoch, it ends with the weights of the run that was never stopped, every sample once."""
     job.use(PLAIN)
@@ -63,6 +64,7 @@ def test_the_epochs_example_repeats_the_epoch_it_was_stopped_in_and_no_other(job
     assert f"\nepoch {done - 1}: " not in second.text
 
 
+@pytest.mark.long
 def test_the_ddp_example_goes_on_within_its_epoch_as_if_nothing_had_happened(job: Job) -> None:
     """Only rank 1 hears that it must leave. Resumed on as many ranks: the same weights, every sample once."""
     job.use(DDP)

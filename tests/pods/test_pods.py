@@ -20,6 +20,7 @@ import pytest
 from migrator.notice.signal_file import INIT, RESUME, SAVE, Signal, SignalFile
 from migrator.testing import Job as PodJob
 from migrator.testing import Kubelet, Pod, PyTorchJob, Stop, isolation
+from tests.support import chance
 from tests.support.harness import DEADLINE_S, ROOT, ForkServer, Job, events_in, until
 from tests.support.rank_history import RankStory, assert_ranks_as_if_nothing_had_happened, unstopped_ranks, whole_steps
 from tests.support.rank_processes import free_port
@@ -205,7 +206,12 @@ def test_a_deleted_pod_loses_nothing(training: Training) -> None:
     training.check_end()
 
 
-@pytest.mark.parametrize("argv", [PYTHON, shell("exec {python}")], ids=["python", "exec"])
+@pytest.mark.parametrize(
+    "argv",
+    chance.some(
+        "as process 1", [pytest.param(PYTHON, id="python"), pytest.param(shell("exec {python}"), id="exec")], 0.5
+    ),
+)
 def test_sigterm_alone_loses_nothing(training: Training, argv: list[str]) -> None:
     """Without a hook process 1 hears SIGTERM itself, also where a shell has made room for it by `exec`."""
     pod = training.pod(argv, until_step=10, pre_stop=None)
@@ -217,7 +223,10 @@ def test_sigterm_alone_loses_nothing(training: Training, argv: list[str]) -> Non
     assert training.lost(pod.log) == 0
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
+@pytest.mark.parametrize(
+    "at_once",
+    chance.some("hooks", [pytest.param(False, id="one after the other"), pytest.param(True, id="at once")], 0.5),
+)
 def test_two_hooks_save_once(training: Training, at_once: bool) -> None:
     """kubelet may call preStop again after a restart of its own: one save, and both hooks say that it is there."""
     # Process 1 is another one, so that the container is still there when the second hook comes late.

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(kernel.missing() is not None, reason=kernel.missing() or ""),
 ]
 
-SHARE = 0.15
+SHARE = 0.12
 """Of all points, other ones in each run; with `--whole` all of them."""
 AT_ONCE = 3
 """So many lives run side by side."""
