@@ -7,8 +7,8 @@ refuses it gets a claim first: a hidden object of a name that no other writer ma
 Who sees another claim, or the name itself, withdraws. So of two writers at least one sees the
 other, and at most one goes on.
 
-A request whose answer was lost may have acted. So after an error the bytes are read back, and they
-decide.
+A request whose answer was lost may have acted, and libraries repeat it. So an object that is written
+once carries the name of the call that wrote it, and after an error what is there decides.
 
 A directory is deleted name by name, after its pending uploads were aborted: a writer that is
 still at work there fails.
@@ -29,7 +29,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
-from migrator.errors import StorageError, StorageExistsError, StorageForeignError, StorageNotFoundError
+from migrator.errors import (
+    StorageError,
+    StorageExistsError,
+    StorageForeignError,
+    StorageNotFoundError,
+    StorageTransientError,
+)
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
 from migrator.storage.object_client import ConditionRefusedError, Found, ObjectClient, PendingUpload
 
@@ -98,13 +104,12 @@ class ObjectStorage(Storage):
     def _find_out_about_conditions(self, name: str) -> None:
         key = self._prefix + name
         try:
-            self.client.put(key, b"first", absent=True)
-            try:
-                self.client.put(key, b"second", absent=True)
-            except StorageExistsError:
-                self.conditions = Conditions.HONOURED
-            else:
-                self.conditions = Conditions.IGNORED
+            # The first one may say it as well: if its answer was lost, and a library repeated it.
+            for data in (b"first", b"second"):
+                self.client.put(key, data, absent=True)
+            self.conditions = Conditions.IGNORED
+        except StorageExistsError:
+            self.conditions = Conditions.HONOURED
         except ConditionRefusedError:
             self.conditions = Conditions.REFUSED
         finally:
@@ -197,7 +202,11 @@ class ObjectStorage(Storage):
             try:
                 self.client.put(key, bytes(data), etag=found.etag)
             except StorageExistsError as error:
-                raise StorageNotFoundError(f"{self.where(name)} was changed or deleted by another process") from error
+                # Also if a library has repeated a request that had acted.
+                if self.client.head(key) is None:
+                    raise StorageNotFoundError(f"{self.where(name)} was deleted while it was changed") from error
+                if not self._is_there(key, bytes(data)):
+                    raise StorageTransientError(f"{self.where(name)} was changed by another process") from error
         else:
             self.client.put(key, bytes(data))
 
