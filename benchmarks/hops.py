@@ -18,11 +18,11 @@ one class, and now:
 
                                distinct     calls   modules        up    in all
     save                before       82       291        20         4       225
-                        now         110       296        34         4       251
+                        now         110       296        34         4       252
     save, 2 ranks       before      149       414        27         7       363
-                        now         194       460        45         7       402
+                        now         192       463        45         7       398
     load                before       55       133        19         2       187
-                        now          80       208        32         2       208
+                        now          81       209        32         2       210
 
 A tenth more steps in all, and a third more of them lead to another file: the files are smaller.
 """
