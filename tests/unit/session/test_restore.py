@@ -388,3 +388,47 @@ def test_numbers_of_epochs_that_no_save_writes_are_corrupt(epochs: Any) -> None:
 def test_numbers_of_epochs_that_a_save_writes_are_taken(epochs: Any) -> None:
     """Also with more than this version knows."""
     restore_plan._check_loop("name", {"loops": {}, "epochs": epochs})
+
+
+# What is each rank's own, and what is kept for later saves.
+
+
+@pytest.mark.parametrize(
+    ("missing", "size", "own", "is_named"),
+    [
+        (None, 2, True, False),
+        ([0], 2, True, False),
+        ([1], 2, True, True),
+        (None, 3, True, True),
+        ([0], 3, True, True),
+        ([1], 2, False, False),
+        (None, 3, False, False),
+    ],
+)
+def test_a_rank_that_gets_the_own_state_of_another_one_is_told(
+    caplog: pytest.LogCaptureFixture, missing: list[int] | None, size: int, own: bool, is_named: bool
+) -> None:
+    """Saved on two ranks. On as many each has its own, unless it was lost; without such objects nothing is said."""
+    registry = Registry()
+    registry.add("memory", {"seen": 0}, own=own)
+    entry = {"kind": registry["memory"].kind, "tree": kept({"seen": 7})}
+    extra = {"random": kept(None), "loop": kept(None), **({} if missing is None else {"missing": missing})}
+    manifest = Manifest(1, 10, "job", 2, (), {"memory": entry}, extra)
+    with caplog.at_level(logging.WARNING, "migrator"):
+        RestorePlan(manifest, registry, rank=1, size=size).restore({})
+    assert (f"own_of_another_rank ckpt={CKPT} objects=memory" in caplog.text) == is_named, caplog.text
+
+
+def test_what_was_loaded_is_kept_for_what_can_no_longer_be_stored(
+    volume: Volume, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in the life after: a path put into a registered dict has the value it was loaded with."""
+    name = volume.save(metrics={"best": 5, "path": "a"})
+    metrics: dict[str, Any] = {"best": 0, "path": ""}
+    registry = registered(metrics=metrics)
+    restore.load(volume.storage, name, registry)
+    metrics["best"], metrics["path"] = 6, Path("b")
+
+    again: dict[str, Any] = {"best": 0, "path": ""}
+    volume.load(volume.save_registry(registry), metrics=again)
+    assert again == {"best": 6, "path": "a"}
