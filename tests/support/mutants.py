@@ -133,7 +133,10 @@ SUBJECTS = {
         ("session/restore", "session/restore_plan", "session/candidates", "session/resume", "session/group_restore"),
         Subject(
             (
-                ("tests/unit/session/test_restore.py",),
+                (
+                    "tests/unit/session/test_candidates.py",
+                    "tests/unit/session/test_restore.py",
+                ),
                 ("tests/unit/state/test_adapters.py", "-k", "not new_process"),
                 (
                     "tests/sweeps/test_hostile_files.py",
