@@ -82,6 +82,7 @@ def test_what_rots_is_walked_back_from() -> None:
 # The search finds what is lost.
 
 
+@pytest.mark.slow
 def test_a_disk_that_ignores_syncs_loses_what_was_promised() -> None:
     """The search's own test: without syncs no protocol can keep its promises."""
     with patch.object(disk, "PRODUCT", 4), pytest.raises((Broken, MigratorError)):

@@ -151,6 +151,7 @@ def check_each_flip(ckpts: Ckpts, bits: Callable[[int], tuple[int, ...]]) -> int
     return done
 
 
+@pytest.mark.slow
 def test_every_changed_byte_is_found_and_leads_back(ckpts: Ckpts) -> None:
     """In manifest, headers, padding and tensors, of shares and of a rank's own: named, and the older ckpt comes."""
     assert check_each_flip(ckpts, one_bit) == sum(path.stat().st_size for path in ckpts.files())

@@ -447,6 +447,7 @@ def stands_in_late(me: Self, view: View, size: int) -> Step:
     return protocol.next_act(me, view, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
