@@ -92,7 +92,7 @@ for (thread, name, ours), count in told.items():
 """
 
 
-@pytest.mark.parametrize(("every", "steps"), [("off", "30"), ("3", "30"), ("0.2s", "100")])
+@pytest.mark.parametrize(("every", "steps"), [("off", "100"), ("3", "60"), ("0.2s", "100")])
 def test_the_training_thread_asks_nothing_of_others(job: Job, every: str, steps: str) -> None:
     """Between `listening()` and the end: no collective and no store call of ours, with periodic saves or without."""
     script = (
