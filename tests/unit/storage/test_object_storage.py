@@ -426,3 +426,36 @@ def test_a_store_that_gives_no_etags_is_changed_without_a_condition() -> None:
     storage.put("mark", b"1", exclusive=False)
     storage.change("mark", b"2")
     assert storage.get("mark") == b"2"
+
+
+def test_what_a_writer_finishes_behind_the_listing_of_a_sweep_goes_as_well() -> None:
+    """Else a manifest would stay whose parts the sweep has just deleted."""
+    bucket = Bucket()
+    writer = MemoryClient(bucket)
+
+    class Late(MemoryClient):
+        def delete(self, key: str) -> None:
+            if key.endswith("/part"):
+                writer.put("job/ckpt/manifest", b"{}")
+            super().delete(key)
+
+    writer.put("job/ckpt/part", b"1")
+    of(Late(bucket)).delete_all("ckpt")
+    assert bucket.files == {}
+
+
+def test_the_error_of_a_check_is_not_hidden_by_a_deletion_that_fails() -> None:
+    """It says why there is no commit; that a request failed behind it says nothing."""
+
+    class Stuck(MemoryClient):
+        def delete(self, key: str) -> None:
+            raise LOST
+
+    looks = iter([None, StorageNotFoundError("swept")])
+
+    def check() -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    with pytest.raises(StorageNotFoundError, match="swept"):
+        of(Stuck(Bucket())).put("ckpt/manifest", b"m", exclusive=True, check=check)
