@@ -63,6 +63,8 @@ def _root(text: str) -> Path | str:
                 "the AWS tools find them"
             )
         return text.rstrip("/")
+    if not scheme and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        raise ValueError(f"{_ROOT}; a URL has two slashes behind its colon")
     if scheme and scheme.group(1) != "file":
         raise ValueError(f"{_ROOT}; this version has no storage for {scheme.group(1)}://")
     if scheme:

@@ -147,7 +147,7 @@ class MemoryClient(ObjectClient):
     def abort(self, pending: PendingUpload) -> None:
         self.bucket.abort(pending.id)
 
-    def hurry(self) -> None:
+    def hurry(self, is_on: bool = True) -> None:
         """It answers at once."""
 
     def now(self) -> float:

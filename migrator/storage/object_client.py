@@ -111,8 +111,8 @@ class ObjectClient(ABC):
         """Abort an upload; it is fine if it is over. It can no longer be finished."""
 
     @abstractmethod
-    def hurry(self) -> None:
-        """The pod must leave: from now on give up a silent connection early enough to make its request again."""
+    def hurry(self, is_on: bool = True) -> None:
+        """From now on give up a silent connection early, and try less often; `is_on=False`: no longer."""
 
     @abstractmethod
     def now(self) -> float:

@@ -74,6 +74,7 @@ class ObjectStorage(Storage):
         self.root = f"{client.where}{prefix}".rstrip("/")
         self._prefix = f"{prefix}{job}/"
         self.conditions = Conditions.UNKNOWN
+        self._is_hurried = False
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.where()!r}, {self.client.name})"
@@ -84,6 +85,14 @@ class ObjectStorage(Storage):
     # Whether everything works.
 
     def check(self) -> None:
+        # A store that cannot be reached is an answer within seconds.
+        self.client.hurry()
+        try:
+            self._check()
+        finally:
+            self.client.hurry(self._is_hurried)
+
+    def _check(self) -> None:
         name = f".probe.{uuid.uuid4().hex[:12]}.upload"
         self._find_out_about_conditions(name)
         probe(self, name)
@@ -112,8 +121,12 @@ class ObjectStorage(Storage):
             self.conditions = Conditions.HONOURED
         except ConditionRefusedError:
             self.conditions = Conditions.REFUSED
-        finally:
-            self.client.delete(key)
+        except BaseException:
+            # What failed first says more than this does.
+            with suppress(StorageError):
+                self.client.delete(key)
+            raise
+        self.client.delete(key)
 
     def traits(self) -> dict[str, str]:
         return {"client": self.client.name, "conditional_writes": self.conditions.value}
@@ -260,6 +273,7 @@ class ObjectStorage(Storage):
         return None if found is None else found.modified_s
 
     def hurry(self) -> None:
+        self._is_hurried = True
         self.client.hurry()
 
     def now(self) -> float:

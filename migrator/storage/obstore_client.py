@@ -66,7 +66,8 @@ class ObstoreClient(S3Client):
 
         return S3Store(
             self.bucket,
-            endpoint=endpoint,
+            # Not None: obstore takes only a text. Without one it asks AWS.
+            **dict[str, Any]({} if endpoint is None else {"endpoint": endpoint}),
             region=session.get_config_variable("region") or "us-east-1",
             credential_provider=credentials,
             # TLS protects the bytes on the way, and every block has a digest of our own.

@@ -140,8 +140,8 @@ class S3Client(ObjectClient):
     def _silence_s(self, *, is_hurried: bool) -> float:
         return self._hurried_s if is_hurried else READ_S
 
-    def hurry(self) -> None:
-        self.is_hurried = True
+    def hurry(self, is_on: bool = True) -> None:
+        self.is_hurried = is_on
 
     @property
     def _filesystem(self) -> Any:

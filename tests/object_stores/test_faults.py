@@ -309,3 +309,21 @@ def test_a_job_whose_store_is_cut_when_it_has_to_leave(
     assert last.wait() == 0, last.text
     expected = leaving["ckpt"] if healed_s is not None else before
     assert last.events("loaded")[0]["ckpt"] == expected, last.text
+
+
+def test_a_client_is_made_without_an_endpoint(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for AWS itself. No request is made."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    assert CLIENTS[client](BUCKET).where == f"s3://{BUCKET}/"
+
+
+def test_a_store_that_cannot_be_reached_is_told_of_in_time(
+    client: str, monkeypatch: pytest.MonkeyPatch, proxy: FaultyProxy, connect: Connect
+) -> None:
+    """By the request that failed, and not by one that was to clean up behind it."""
+    proxy.cut()
+    start_s = time.monotonic()
+    with pytest.raises(StorageTransientError, match="cannot write"):
+        connect().check()
+    assert time.monotonic() - start_s < 20

@@ -50,6 +50,7 @@ BAD = [
     ("MIGRATOR_CKPT", "gs://bucket/prefix", "no storage for gs://"),
     ("MIGRATOR_CKPT", "file://", "a directory, or a URL"),
     ("MIGRATOR_CKPT", "s3://", "s3://bucket/prefix"),
+    ("MIGRATOR_CKPT", "s3:/bucket/prefix", "two slashes"),
     ("MIGRATOR_CKPT", "s3://Bucket/prefix", "s3://bucket/prefix"),
     ("MIGRATOR_CKPT", "s3://bucket/a/../b", "s3://bucket/prefix"),
     ("MIGRATOR_CKPT", "s3://bucket/a?versionId=1", "no query"),
