@@ -18,6 +18,12 @@ BUCKET = "migrator-tests"
 CLIENTS = {"obstore": ObstoreClient, "s3fs": S3Client}
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One of the clients in each run, both with `--whole`. This file may be imported before the run has its seed."""
+    if "client" in metafunc.fixturenames:
+        metafunc.parametrize("client", chance.some("client", sorted(CLIENTS), 0.5), indirect=True)
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[S3Server]:
     if (missing := why_not()) is not None:
@@ -36,7 +42,7 @@ def url(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
 
 
-@pytest.fixture(params=chance.some("client", ["obstore", "s3fs"], 0.5))
+@pytest.fixture
 def client(request: pytest.FixtureRequest) -> str:
     """The library that a job uses: obstore if it is there, else s3fs."""
     return str(request.param)
