@@ -132,7 +132,7 @@ def test_two_lives_follow_each_other(bucket: Bucket, storage: Storage) -> None:
 
 
 def test_a_number_is_claimed_once(bucket: Bucket) -> None:
-    """Whoever comes second takes the next one, and continues the first."""
+    """The second one takes the next number, and continues the first."""
 
     class Late(MemoryStorage):
         """Does not see a record before it has tried to write its own."""

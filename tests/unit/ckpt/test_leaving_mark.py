@@ -351,7 +351,7 @@ OF_FIRST = f"{GENERATIONS}/000001.leaving"
 
 
 def test_a_link_in_the_place_of_a_mark_is_none(storage: PosixStorage, tmp_path: Path) -> None:
-    """No life of ours makes one, and whoever followed it would wait for something else."""
+    """No life of ours makes one, and a life that followed it would wait for something else."""
     storage.make_directory(GENERATIONS)
     (storage.directory / OF_FIRST).symlink_to(tmp_path)
     assert not is_leaving(storage, 1)

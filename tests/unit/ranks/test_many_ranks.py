@@ -164,7 +164,7 @@ def test_what_was_claimed_and_never_said_is_said(make: Make) -> None:
 
 
 def test_a_line_without_its_ring_is_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wrote it died before it rang; and the next ring is heard all the same."""
+    """Its writer died before it rang; and the next ring is heard all the same."""
     crew = make(2)
     crew[0].call(lambda store: crew[0]._log_of("").post(Line("order", 0, point=(3, 0)).to_text()))
     crew[0].call(lambda store: store.add(crew[0].key("bell/count"), 1))
@@ -179,7 +179,7 @@ def test_a_line_without_its_ring_is_found(make: Make, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_store_that_does_not_answer_says_nothing_of_the_ranks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is silent while the store is has not been silent."""
+    """While the store is silent, a rank that shows no sign of life is not called lost."""
     crew = make(3)
     for one in crew:
         one.hurry()
@@ -332,7 +332,7 @@ def test_a_line_that_was_fetched_as_the_connection_broke_is_not_lost(
 
 
 def test_the_bell_is_heard_where_only_the_other_connection_broke(broken: tuple[Peers, Peers, Breaks]) -> None:
-    """Its number is neither passed over nor rung in vain."""
+    """Its number is not passed over, and its ring is heard."""
     first, second, wire = broken
     wire.behind = "add"
     first.post(order((1, 0), 0))

@@ -142,7 +142,7 @@ def no_links_and_a_dead_claim(storage: PosixStorage, monkeypatch: pytest.MonkeyP
 def test_a_claim_that_was_never_used_keeps_nobody_from_committing(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever made it has died, or is slow: then its manifest is as good as this one."""
+    """Its maker has died, or is slow: then its manifest is as good as this one."""
     (attempt,) = attempts(storage)
     attempt.share()
     no_links_and_a_dead_claim(storage, monkeypatch)
@@ -329,7 +329,7 @@ def test_what_changed_while_it_was_written_is_refused_by_its_digest(
 def test_what_changed_while_another_ranks_share_was_written_is_refused(
     storage: PosixStorage, shared_out: None, unseen: None
 ) -> None:
-    """Whoever writes it reads it from its own memory."""
+    """The rank that writes it reads it from its own memory."""
     toy = Toy()
     blocks = []
 

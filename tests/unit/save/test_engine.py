@@ -121,7 +121,7 @@ def test_nothing_trained_is_explained(pauses: list[float]) -> None:
 
 
 def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCaptureFixture) -> None:
-    """The ckpt exists, and whoever asked for it is told so."""
+    """The ckpt exists, and the caller that asked for it gets it."""
     ends: list[tuple[Saved | None, Exception | None]] = []
 
     def fails(saved: Saved) -> None:
