@@ -215,7 +215,8 @@ def ours_up(work: Work, kind: str) -> Ready:
 
     storage, state = _ours(work, kind, f"up/{work.token}"), work.state()
     check = sized(work, f"up/{work.token}/job/{CKPT}/{PART}", least=work.size)
-    return Ready(lambda: write_part(storage, f"{CKPT}/{PART}", state), check)
+    # As a pod writes that must leave: the training stands still until the ckpt is there.
+    return Ready(lambda: write_part(storage, f"{CKPT}/{PART}", state, hold=lambda: True), check)
 
 
 def ours_down(work: Work, kind: str) -> Ready:

@@ -143,21 +143,23 @@ def write_part(
     tensors: Mapping[str, torch.Tensor] | Mapping[str, Callable[[], torch.Tensor]],
     *,
     after_block: Callable[[int, int], None] | None = None,
+    hold: Callable[[], bool] = lambda: False,
 ) -> PartRecord:
     """Write `<ckpt>/<part>`; when this returns, its bytes and its name are durable.
 
-    `after_block` is called with the number of bytes written so far, and of all bytes.
+    `after_block` is called with the number of bytes written so far, and of all bytes. `hold` says, before each write,
+    whether the tensors that it writes stay as they are until this returns: then some storages need no copy.
     """
     ckpt, _, part = name.rpartition("/")
     layout = Layout.of({key: _fetched(source) for key, source in tensors.items()})
     digest, tensor_digests = Digest(), _TensorDigests()
-    with storage.upload(name) as file:
+    with storage.upload(name, size=layout.size) as file:
         front = [memoryview(layout.header)]
         for group in _groups(layout.places) or [[]]:
             buffers = front + [tensor_digests.piece(tensors[p.name], p, a, b) for p, a, b in group]
             for buffer in buffers:
                 digest.update(buffer)
-            file.write(buffers)
+            file.write(buffers, hold=hold())
             front = []
             if after_block is not None:
                 after_block(file.bytes, layout.size)
@@ -188,9 +190,10 @@ def read_part(
     try:
         _check_record(record, size)
         with storage.open(name) as file:
-            layout = Layout.parse(_proven_header(file, record), record.bytes)
+            header, read = _proven_header(file, record)
+            layout = Layout.parse(header, record.bytes)
             tensors = {place.name: _home(place, homes or {}) for place in layout.places}
-            _fill(file, record, layout, tensors, progress)
+            _fill(file, record, layout, tensors, read=read, progress=progress)
     except (CkptCorrupt, StorageForeignError) as error:
         raise CkptCorrupt(f"{name}: {error}") from error
     return tensors
@@ -245,9 +248,14 @@ def _fill(
     record: PartRecord,
     layout: Layout,
     tensors: Mapping[str, torch.Tensor],
+    *,
+    read: dict[int, memoryview],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Read and verify all blocks, with two threads: one alone does not keep a disk busy."""
+    """Read and verify all blocks, with two threads: one alone does not keep a disk busy.
+
+    Those that were `read` are taken from there, and verified again where they belong.
+    """
     spans = [(0, len(layout.header), memoryview(bytearray(len(layout.header))))]
     for place in layout.places:
         if place.end > place.start:
@@ -263,7 +271,10 @@ def _fill(
     def block(index: int) -> int:
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffers = list(pieces(begin, end))
-        _read_block(file, record, index, buffers)
+        if (known := read.pop(index, None)) is None:
+            _read_block(file, record, index, buffers)
+        else:
+            _scatter(known, buffers)
         inside = [place.name for place in layout.places if place.start < end and place.end > begin]
         _check_block(record, index, buffers, inside if begin >= len(layout.header) else ["the header", *inside])
         return end - begin
@@ -281,14 +292,22 @@ def _fill(
             raise
 
 
-def _proven_header(file: Reader, record: PartRecord) -> bytes:
-    """The header, read from blocks that have been verified."""
-    header, size = bytearray(), 8
+def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
+    at = 0
+    for buffer in buffers:
+        buffer[:] = data[at : at + len(buffer)]
+        at += len(buffer)
+
+
+def _proven_header(file: Reader, record: PartRecord) -> tuple[bytes, dict[int, memoryview]]:
+    """The header, and the verified blocks that it came from."""
+    header, size, read = bytearray(), 8, {}
     for index in range(len(record.blocks)):
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffer = memoryview(bytearray(end - begin))
         _read_block(file, record, index, [buffer])
         _check_block(record, index, [buffer], ["the header and the tensors behind it"])
+        read[index] = buffer
         if index == 0:
             size = 8 + int.from_bytes(buffer[:8], "little")
             if not 8 < size <= min(record.bytes, _HEADER_MAX):
@@ -296,7 +315,7 @@ def _proven_header(file: Reader, record: PartRecord) -> bytes:
         header += buffer[: size - len(header)]
         if len(header) == size:
             break
-    return bytes(header)
+    return bytes(header), read
 
 
 def _read_block(file: Reader, record: PartRecord, index: int, buffers: list[memoryview]) -> None:

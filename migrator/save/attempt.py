@@ -232,6 +232,8 @@ class Attempt:
             file_in(self.name, name),
             {key: self._reader(key) for key in keys},
             after_block=self._after_block,
+            # What the loop may change when it is let through must have been taken by then.
+            hold=lambda: self._is_apart or not self._may_open,
         )
         log("part_written", ckpt=self.name, bytes=part.bytes)
         wrong = [key for key, digest in part.tensor_digests.items() if self._announced.get(key) not in (None, digest)]

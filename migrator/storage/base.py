@@ -107,8 +107,11 @@ class Storage(ABC):
         """A large file, to read ranges of it. `StorageNotFoundError` if there is none, here or at the first range."""
 
     @abstractmethod
-    def upload(self, name: str) -> Upload:
-        """A large file, written piece by piece. Its name appears when it is finished; the last one to finish wins."""
+    def upload(self, name: str, *, size: int = 0) -> Upload:
+        """A large file, written piece by piece. Its name appears when it is finished; the last one to finish wins.
+
+        `size` is how many bytes will come, if that is known. More or fewer are fine.
+        """
 
     @abstractmethod
     def list(self, directory: str = "") -> list[str]:
@@ -180,15 +183,19 @@ class Reader(ABC):
 class Upload(ABC):
     """A large file on its way. Left without `finish`, it leaves nothing behind.
 
-    One thread writes it. The bytes of a buffer are taken before `write` returns.
+    One thread writes it.
     """
 
     bytes: int
     """How many were written so far."""
 
     @abstractmethod
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the buffers, without a copy where that is possible."""
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
+        """Append the buffers, without a copy where that is possible.
+
+        Their bytes are taken before this returns. `hold`: they may be taken later, because the caller leaves them as
+        they are until `finish` or `close` has returned. On the way to a store that saves a copy.
+        """
 
     @abstractmethod
     def finish(self) -> None:

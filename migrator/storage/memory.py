@@ -33,7 +33,7 @@ class _File:
 class _Pending:
     key: str
     modified_s: float
-    pieces: list[bytes] = field(default_factory=list)
+    pieces: list[bytes | memoryview] = field(default_factory=list)
 
 
 class Bucket:
@@ -57,7 +57,7 @@ class Bucket:
             self.pending[id] = _Pending(key, self.clock())
         return id
 
-    def append(self, id: str, pieces: list[bytes]) -> None:
+    def append(self, id: str, pieces: Sequence[bytes | memoryview]) -> None:
         with self.lock:
             self._upload(id).pieces += pieces
 
@@ -136,7 +136,7 @@ class MemoryClient(ObjectClient):
         with self.bucket.lock:
             self.bucket.files.pop(key, None)
 
-    def upload(self, key: str) -> MemoryUpload:
+    def upload(self, key: str, *, size: int = 0) -> MemoryUpload:
         return MemoryUpload(self.bucket, key)
 
     def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
@@ -169,8 +169,9 @@ class MemoryUpload(Upload):
         self._id = bucket.begin(key)
         self.bytes = 0
 
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        pieces = [bytes(buffer) for buffer in buffers]
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
+        # What holds still is taken as late as a client may take it.
+        pieces = [buffer if hold else bytes(buffer) for buffer in buffers]
         self._bucket.append(self._id, pieces)
         self.bytes += sum(map(len, pieces))
 

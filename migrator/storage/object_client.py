@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from migrator.errors import StorageError
@@ -99,8 +98,8 @@ class ObjectClient(ABC):
         """Delete an object; it is fine if there is none."""
 
     @abstractmethod
-    def upload(self, key: str) -> Upload:
-        """A large object, written piece by piece."""
+    def upload(self, key: str, *, size: int = 0) -> Upload:
+        """A large object, written piece by piece; `size` as in `Storage.upload`."""
 
     @abstractmethod
     def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
@@ -117,44 +116,6 @@ class ObjectClient(ABC):
     @abstractmethod
     def now(self) -> float:
         """The store's clock."""
-
-
-class PartedUpload(Upload):
-    """An upload that is sent in parts. Each is copied once, so that the caller's memory is free again."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-        self.bytes = 0
-        self._rest = bytearray()
-
-    @property
-    @abstractmethod
-    def part_size(self) -> int:
-        """Bytes of the next part."""
-
-    @abstractmethod
-    def send(self, part: builtins.bytes) -> None:
-        """Send the next part, or have a thread send it. Waits while too many are under way."""
-
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            self.bytes += len(buffer)
-            at = 0
-            while at < len(buffer):
-                piece = buffer[at : at + self.part_size - len(self._rest)]
-                self._rest += piece
-                at += len(piece)
-                if len(self._rest) == self.part_size:
-                    self.send_rest()
-
-    def send_rest(self) -> None:
-        """What does not fill a part, as the last one."""
-        part, self._rest = bytes(self._rest), bytearray()
-        self.send(part)
-
-    @property
-    def has_rest(self) -> bool:
-        return bool(self._rest)
 
 
 def scrubbed(text: object) -> str:

@@ -39,7 +39,7 @@ from migrator.errors import (
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
 from migrator.storage.object_client import ConditionRefusedError, Found, ObjectClient, PendingUpload
 
-RANGE = 8 << 20
+RANGE = 16 << 20
 """Bytes of one ranged GET."""
 READERS = 8
 """Ranged GETs at the same time, of one file."""
@@ -240,8 +240,8 @@ class ObjectStorage(Storage):
         with ThreadPoolExecutor(READERS, thread_name_prefix="migrator-get") as pool:
             yield ObjectReader(self.client, key, found, pool)
 
-    def upload(self, name: str) -> Upload:
-        return self.client.upload(self._key(name))
+    def upload(self, name: str, *, size: int = 0) -> Upload:
+        return self.client.upload(self._key(name), size=size)
 
     # Looking.
 

@@ -5,15 +5,18 @@ without the interpreter's lock. What it does not offer (conditional deletes, pen
 store's clock) are small requests, and `S3Client` makes them. Both use the credentials that botocore
 finds, and renew them alike.
 
-The price: an upload copies each of its parts once, so that the caller's memory is free again when
-`write` returns. At most `PART * (SENDERS + 3)` bytes are in memory for that.
+An upload sends from the caller's memory where that holds still, and a read copies what comes, a
+little at a time, to where it belongs.
+
+The price: bytes that do not hold still are copied on their way. At most `PART * (SENDERS + 4)` bytes
+are in memory for that.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -25,13 +28,17 @@ from migrator.errors import (
     StorageTransientError,
 )
 from migrator.storage.base import Upload
-from migrator.storage.object_client import PartedUpload, scrubbed
-from migrator.storage.s3_client import CONNECT_S, HURRIED_TRIES, TRIES, S3Client
+from migrator.storage.object_client import scrubbed
+from migrator.storage.s3_client import CONNECT_S, PART, Patience, S3Client, pace
 
-PART = 16 << 20
-"""Bytes of one part of an upload. 10,000 of them are 160 GB; larger objects have larger parts."""
 SENDERS = 6
-"""Parts that are sent at the same time."""
+"""Parts that are sent at the same time, at most."""
+_SMALL = 256 << 10
+"""Smaller buffers are joined: each one that obstore gets costs a turn of the interpreter."""
+_CHUNK = 128 << 10
+"""Bytes, about, that a read hands over at a time: few enough to stay in the processor's cache."""
+_ANSWER_S = 3600.0
+"""Seconds that a range may take on its way, as long as it comes."""
 _KEPT_S = 300.0
 """Seconds for which obstore keeps credentials that botocore gave it. botocore renews them before they expire."""
 
@@ -43,12 +50,19 @@ class ObstoreClient(S3Client):
 
     def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
         super().__init__(bucket, grace_s=grace_s)
-        self._stores = {
-            False: self._store(self._silence_s(is_hurried=False), TRIES),
-            True: self._store(self._silence_s(is_hurried=True), HURRIED_TRIES),
-        }
 
-    def _store(self, silence_s: float, tries: int) -> Any:
+        def reading(patience: Patience) -> Any:
+            silence, whole = timedelta(seconds=patience.silence_s), timedelta(seconds=_ANSWER_S)
+            return self._store(patience, read_timeout=silence, timeout=whole)
+
+        def uploading(patience: Patience) -> Any:
+            # A request that sends is given up by its whole time: its silence cannot be seen.
+            return self._store(patience, timeout=timedelta(seconds=patience.silence_s))
+
+        self._reading = {False: reading(self.calm), True: reading(self.hurried)}
+        self._uploading = {False: uploading(self.calm), True: uploading(self.hurried_upload)}
+
+    def _store(self, patience: Patience, **timeouts: timedelta) -> Any:
         import botocore.session
         from obstore.store import S3Store
 
@@ -72,50 +86,62 @@ class ObstoreClient(S3Client):
             credential_provider=credentials,
             # TLS protects the bytes on the way, and every block has a digest of our own.
             unsigned_payload=True,
-            client_options={
-                "allow_http": endpoint is not None and endpoint.startswith("http://"),
-                "connect_timeout": timedelta(seconds=CONNECT_S),
-                "timeout": timedelta(seconds=silence_s),
+            client_options=dict[str, Any](
+                allow_http=endpoint is not None and endpoint.startswith("http://"),
+                connect_timeout=timedelta(seconds=CONNECT_S),
+                **timeouts,
+            ),  # type: ignore[arg-type]
+            retry_config={
+                "max_retries": patience.tries - 1,
+                "retry_timeout": timedelta(seconds=patience.tries * patience.silence_s),
             },
-            retry_config={"max_retries": tries - 1, "retry_timeout": timedelta(seconds=tries * silence_s)},
         )
 
     @property
-    def store(self) -> Any:
-        return self._stores[self.is_hurried]
+    def uploading(self) -> Any:
+        """The store for the uploads that begin now."""
+        return self._uploading[self.is_hurried]
 
     def read(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
         import obstore
 
         options = {"range": (offset, offset + len(buffer)), **({} if etag is None else {"if_match": etag})}
+        store, read = self._reading[self.is_hurried], 0
         try:
-            answer = obstore.get(self.store, key, options=options)  # type: ignore[arg-type]
-            data = memoryview(answer.bytes())
+            answer = obstore.get(store, key, options=options)  # type: ignore[arg-type]
+            for chunk in answer.stream(min_chunk_size=_CHUNK):
+                if read + len(chunk) > len(buffer):
+                    raise StorageForeignError(f"{self.where}{key}: the store sent more than {len(buffer)} bytes")
+                buffer[read : read + len(chunk)] = memoryview(chunk)
+                read += len(chunk)
         except Exception as error:  # obstore raises its own kinds, and those of Python
+            if "non-partial" in str(error):
+                # The store has answered a ranged request with the whole object.
+                return super().read(key, buffer, offset, etag=etag)
             raise as_storage_error(error, f"read {self.where}{key}", is_conditional=etag is not None) from None
-        if len(data) > len(buffer):
-            raise StorageForeignError(f"{self.where}{key}: the store sent {len(data)} bytes, not {len(buffer)}")
-        buffer[: len(data)] = data
-        return len(data)
+        return read
 
-    def upload(self, key: str) -> Upload:
-        return ObstoreUpload(self, key)
+    def upload(self, key: str, *, size: int = 0) -> Upload:
+        return ObstoreUpload(self, key, size)
 
 
-class ObstoreUpload(PartedUpload):
-    """A multipart upload: a thread of ours hands obstore one part after another."""
+class ObstoreUpload(Upload):
+    """A multipart upload: a thread of ours hands obstore what is written."""
 
-    def __init__(self, client: ObstoreClient, key: str) -> None:
-        super().__init__(f"{client.where}{key}")
+    def __init__(self, client: ObstoreClient, key: str, size: int) -> None:
+        self.bytes = 0
         self._client = client
         self._key = key
-        self._queue: queue.Queue[bytes | type[_GivenUp] | None] = queue.Queue(maxsize=2)
+        self._part, self._senders = pace(size, SENDERS, is_careful=client.is_careful)
+        self._rest: list[bytes | memoryview] = []
+        self._filled = 0
+        self._queue: queue.Queue[list[bytes | memoryview] | type[_GivenUp] | None] = queue.Queue(maxsize=2)
         self._has_begun = threading.Event()
         self._error: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="migrator-put", daemon=True)
         self._thread.start()
-        # obstore asks for the first part when the upload is pending.
+        # obstore asks for the first bytes when the upload is pending.
         self._has_begun.wait()
         self._check()
 
@@ -124,47 +150,48 @@ class ObstoreUpload(PartedUpload):
 
         try:
             obstore.put(
-                self._client.store,
+                self._client.uploading,
                 self._key,
-                self._parts(),
+                self._pieces(),
                 use_multipart=True,
-                chunk_size=PART,
-                max_concurrency=SENDERS,
+                chunk_size=self._part,
+                max_concurrency=self._senders,
             )
-        except BaseException as error:  # an upload that was given up raises what `_parts` raised
+        except BaseException as error:  # an upload that was given up raises what `_pieces` raised
             self._error = error
         finally:
             self._has_begun.set()
             self._is_over = True
 
-    def _parts(self) -> Iterator[bytes]:
+    def _pieces(self) -> Iterator[bytes | memoryview]:
         self._has_begun.set()
-        while (part := self._queue.get()) is not None:
-            if not isinstance(part, bytes):
-                raise part  # obstore aborts the upload then
-            yield part
+        while (pieces := self._queue.get()) is not None:
+            if not isinstance(pieces, list):
+                raise pieces  # obstore aborts the upload then
+            yield from pieces
 
-    @property
-    def part_size(self) -> int:
-        return PART
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
+        for piece in _cut(buffers, hold=hold):
+            self.bytes += len(piece)
+            self._rest.append(piece)
+            self._filled += len(piece)
+            if self._filled >= PART:
+                pieces, self._rest, self._filled = self._rest, [], 0
+                self._hand(pieces)
 
-    def send(self, part: bytes) -> None:
-        self._hand(part)
-
-    def _hand(self, part: bytes | type[_GivenUp] | None) -> None:
+    def _hand(self, pieces: list[bytes | memoryview] | type[_GivenUp] | None) -> None:
         while True:
             if self._is_over:
                 self._check()
                 return
             try:
-                self._queue.put(part, timeout=0.05)
+                self._queue.put(pieces, timeout=0.05)
             except queue.Full:
                 continue
             return
 
     def finish(self) -> None:
-        if self.has_rest:
-            self.send_rest()
+        self._hand(self._rest)
         self._hand(None)
         self._thread.join()
         try:
@@ -173,6 +200,7 @@ class ObstoreUpload(PartedUpload):
             # It may have been finished by a request whose answer was lost, and was then repeated.
             if not (error.transient or isinstance(error, StorageNotFoundError)) or not self._is_finished():
                 raise
+        self._client.is_careful = False
 
     def _is_finished(self) -> bool:
         if any(pending.key == self._key for pending in self._client.uploads(self._key)):
@@ -187,7 +215,30 @@ class ObstoreUpload(PartedUpload):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise as_storage_error(self._error, f"write {self.where}") from None
+            error = as_storage_error(self._error, f"write {self._client.where}{self._key}")
+            self._client.is_careful |= error.transient
+            raise error from None
+
+
+def _cut(buffers: Sequence[memoryview], *, hold: bool) -> Iterator[bytes | memoryview]:
+    """Pieces of at most `PART` bytes, copied unless their memory holds still; small buffers are joined."""
+    small: list[memoryview] = []
+    filled = 0
+    for buffer in filter(len, buffers):
+        if len(buffer) < _SMALL:
+            small.append(buffer)
+            filled += len(buffer)
+            if filled < _SMALL:
+                continue
+        if filled:
+            yield b"".join(small)
+            small, filled = [], 0
+        if len(buffer) >= _SMALL:
+            for at in range(0, len(buffer), PART):
+                piece = buffer[at : at + PART]
+                yield piece if hold else bytes(piece)
+    if filled:
+        yield b"".join(small)
 
 
 class _GivenUp(Exception):  # noqa: N818 - never seen by a user

@@ -163,7 +163,7 @@ class PosixStorage(Storage):
             finally:
                 os.close(fd)
 
-    def upload(self, name: str) -> PosixUpload:
+    def upload(self, name: str, *, size: int = 0) -> PosixUpload:
         target = self._path(name)
         self._make(target.parent)
         # Even if another process has made the directory: it may have died before its name was durable.
@@ -308,7 +308,7 @@ class PosixUpload(Upload):
         with as_storage_error("write", target):
             self._fd = calls.create(self._aside)
 
-    def write(self, buffers: Sequence[memoryview]) -> None:
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
         with as_storage_error("write", self._target, needed=sum(map(len, buffers))):
             self.bytes = calls.write_all(self._fd, buffers, self.bytes)
 

@@ -16,7 +16,9 @@ import email.utils
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from migrator.errors import (
@@ -34,23 +36,28 @@ from migrator.storage.object_client import (
     Found,
     Listing,
     ObjectClient,
-    PartedUpload,
     PendingUpload,
     scrubbed,
 )
 
 PART = 16 << 20
-"""Bytes of one part of an upload, at least. S3 takes 10,000 parts of 5 MiB to 5 GiB."""
+"""Bytes of one part of a large upload, at least."""
+_PART_MIN, _PARTS = 5 << 20, 9_000
+"""S3 takes 10,000 parts of 5 MiB to 5 GiB; R2 wants all but the last of one size."""
 SENDERS = 4
-"""Parts that are sent at the same time. Each is in memory once more."""
+"""Parts that are sent at the same time, at most. Each is in memory once more."""
+_AT_ONCE = 1 / 4
+"""Not more than this part of an object is under way at the same time: on a link that is just fast enough for it,
+requests must be over in a part of the time that the whole object may take."""
 TRIES = 6
 """How often a request is made at most, by the library."""
 HURRIED_TRIES = 3
 """The same in a pod that must leave: a save that failed is tried again as a whole until the deadline."""
 CONNECT_S, READ_S = 3.0, 20.0
 """Seconds that a connection, and a silence on it, may take before the request is given up and made again."""
-_OF_GRACE = 1 / 6
-"""In a pod that must leave, the same for a silence, as a part of the grace: time is left to make the request again."""
+_OF_GRACE, _UPLOAD_OF_GRACE = 1 / 6, 5 / 12
+"""In a pod that must leave, the same for a silence, as a part of the grace: time is left to make the request again. A
+part that is sent may take longer: what the system has taken from us may still be on its way."""
 
 _WRITER = "migrator-writer"
 """Under this name an object keeps which `put` wrote it."""
@@ -97,6 +104,14 @@ _TO_DO = {
 }
 
 
+@dataclass(frozen=True)
+class Patience:
+    """When a request is given up and made again, and how often."""
+
+    silence_s: float
+    tries: int
+
+
 class S3Client(ObjectClient):
     """One bucket."""
 
@@ -109,15 +124,19 @@ class S3Client(ObjectClient):
         self.where = f"s3://{bucket}/"
         self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         self.is_hurried = False
-        self._hurried_s = min(READ_S, max(1.0, grace_s * _OF_GRACE))
+        self.is_careful = False
+        """An upload failed for a reason that may be a slow link: the next one sends one small part at a time."""
+        self.calm = Patience(READ_S, TRIES)
+        self.hurried = Patience(min(READ_S, max(1.0, grace_s * _OF_GRACE)), HURRIED_TRIES)
+        self.hurried_upload = Patience(min(READ_S, max(1.0, grace_s * _UPLOAD_OF_GRACE)), HURRIED_TRIES)
 
-        def made(silence_s: float, tries: int) -> Any:
+        def made(patience: Patience) -> Any:
             found = s3fs.S3FileSystem(
                 endpoint_url=self.endpoint,
                 config_kwargs={
                     "connect_timeout": CONNECT_S,
-                    "read_timeout": silence_s,
-                    "retries": {"mode": "standard", "total_max_attempts": tries},
+                    "read_timeout": patience.silence_s,
+                    "retries": {"mode": "standard", "total_max_attempts": patience.tries},
                     "max_pool_connections": 32,
                     # Every block has a digest of ours, so bodies need no SHA-256 of botocore's.
                     "s3": {"payload_signing_enabled": False},
@@ -132,26 +151,18 @@ class S3Client(ObjectClient):
             return found
 
         # Made now: in the last seconds of a pod there is no time for it.
-        self._filesystems = {
-            False: made(self._silence_s(is_hurried=False), TRIES),
-            True: made(self._silence_s(is_hurried=True), HURRIED_TRIES),
-        }
-
-    def _silence_s(self, *, is_hurried: bool) -> float:
-        return self._hurried_s if is_hurried else READ_S
+        self._filesystems = {False: made(self.calm), True: made(self.hurried)}
+        self._uploading = {False: self._filesystems[False], True: made(self.hurried_upload)}
 
     def hurry(self, is_on: bool = True) -> None:
         self.is_hurried = is_on
 
-    @property
-    def _filesystem(self) -> Any:
-        return self._filesystems[self.is_hurried]
-
     def call(self, doing: str, method: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """One request; its answer, or an error of ours."""
         of = {} if key is None else {"Key": key}
+        filesystems = self._uploading if method == "upload_part" else self._filesystems
         try:
-            found: dict[str, Any] = self._filesystem.call_s3(method, Bucket=self.bucket, **of, **fields)
+            found: dict[str, Any] = filesystems[self.is_hurried].call_s3(method, Bucket=self.bucket, **of, **fields)
         except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
             raise _as_storage_error(error, f"{doing} {self.where}{key or fields.get('Prefix', '')}", method) from None
         return found
@@ -175,7 +186,7 @@ class S3Client(ObjectClient):
     def _range(self, key: str, offset: int, size: int, etag: str | None) -> bytes:
         fields: dict[str, Any] = {} if etag is None else {"IfMatch": etag}
 
-        fs = self._filesystem
+        fs = self._filesystems[self.is_hurried]
 
         async def fetch() -> tuple[bytes, bool]:
             answer = await fs._call_s3(
@@ -230,8 +241,8 @@ class S3Client(ObjectClient):
         except StorageNotFoundError:
             return
 
-    def upload(self, key: str) -> Upload:
-        return S3Upload(self, key)
+    def upload(self, key: str, *, size: int = 0) -> Upload:
+        return S3Upload(self, key, size)
 
     def uploads(self, prefix: str) -> builtins.list[PendingUpload]:
         found: builtins.list[PendingUpload] = []
@@ -263,43 +274,72 @@ class S3Client(ObjectClient):
         return email.utils.parsedate_to_datetime(date).timestamp()
 
 
-class S3Upload(PartedUpload):
-    """A multipart upload: a few threads send parts while more bytes come."""
+def pace(size: int, senders: int, *, is_careful: bool) -> tuple[int, int]:
+    """Bytes of each part, and how many parts are sent at the same time, for an object of so many bytes."""
+    least = -(-size // _PARTS)
+    if is_careful:
+        return max(_PART_MIN, least), 1
+    most = senders * PART
+    at_once = max(_PART_MIN, min(most, int(size * _AT_ONCE))) if size else most
+    part = max(_PART_MIN, min(PART, at_once // senders), least)
+    return part, max(1, min(senders, at_once // part))
 
-    def __init__(self, client: S3Client, key: str) -> None:
-        super().__init__(f"{client.where}{key}")
+
+class S3Upload(Upload):
+    """A multipart upload: a few threads send parts while more bytes come.
+
+    Each part is copied, because s3fs takes bytes only.
+    """
+
+    def __init__(self, client: S3Client, key: str, size: int) -> None:
+        self.bytes = 0
         self._client = client
         self._key = key
+        self._part_size, senders = pace(size, SENDERS, is_careful=client.is_careful)
+        self._rest: builtins.list[builtins.bytes | memoryview] = []
+        self._filled = 0
         self._parts: builtins.list[Future[dict[str, Any]]] = []
-        self._room = threading.Semaphore(SENDERS)
-        self._pool = ThreadPoolExecutor(SENDERS, thread_name_prefix="migrator-put")
+        self._room = threading.Semaphore(senders)
+        self._pool = ThreadPoolExecutor(senders, thread_name_prefix="migrator-put")
         self._is_over = False
         self._id = str(client.call("begin the upload of", "create_multipart_upload", key)["UploadId"])
 
-    @property
-    def part_size(self) -> int:
-        # Later parts are larger, so that no upload has too many of them.
-        return PART << min(8, len(self._parts) // 1000)
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
+        for buffer in buffers:
+            self.bytes += len(buffer)
+            at = 0
+            while at < len(buffer):
+                piece = buffer[at : at + self._part_size - self._filled]
+                self._rest.append(piece if hold else builtins.bytes(piece))
+                self._filled += len(piece)
+                at += len(piece)
+                if self._filled == self._part_size:
+                    self._send_rest()
 
-    def send(self, part: bytes) -> None:
+    def _send_rest(self) -> None:
+        """What does not fill a part, as the last one."""
+        part, self._rest, self._filled = b"".join(self._rest), [], 0
         self._room.acquire()
         for sent in self._parts:
             if sent.done():
                 sent.result()
         self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, part))
 
-    def _put(self, number: int, data: bytes) -> dict[str, Any]:
+    def _put(self, number: int, data: builtins.bytes) -> dict[str, Any]:
         try:
             answer = self._client.call(
                 "write", "upload_part", self._key, UploadId=self._id, PartNumber=number, Body=data
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
+        except StorageError as error:
+            self._client.is_careful |= error.transient
+            raise
         finally:
             self._room.release()
 
     def finish(self) -> None:
-        if self.has_rest or not self._parts:
-            self.send_rest()
+        if self._rest or not self._parts:
+            self._send_rest()
         parts = [part.result() for part in self._parts]
         try:
             self._client.call(
@@ -314,6 +354,7 @@ class S3Upload(PartedUpload):
             if not (error.transient or isinstance(error, StorageNotFoundError)) or not self._is_finished():
                 raise
         self._is_over = True
+        self._client.is_careful = False
         self._pool.shutdown()
 
     def _is_finished(self) -> bool:

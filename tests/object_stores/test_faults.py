@@ -38,14 +38,20 @@ def proxy(server: S3Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture
-def connect(url: str, client: str, server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Connect:
-    """A new process's storage, by way of the proxy, with little patience."""
+def prefix(url: str, server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Below it a test's objects lie. This process finds the server by way of the proxy, and has little patience."""
     for name, value in server.env(endpoint=proxy.endpoint).items():
         monkeypatch.setenv(name, value)
     for module in (s3_client, obstore_client):
         monkeypatch.setattr(module, "PART", PART)
     monkeypatch.setattr(s3_client, "READ_S", 3.0)
-    return lambda: ObjectStorage(CLIENTS[client](BUCKET), url.partition(f"{BUCKET}/")[2], "job")
+    return url.partition(f"{BUCKET}/")[2]
+
+
+@pytest.fixture
+def connect(prefix: str, client: str) -> Connect:
+    """A new process's storage."""
+    return lambda: ObjectStorage(CLIENTS[client](BUCKET), prefix, "job")
 
 
 @pytest.fixture
@@ -107,6 +113,36 @@ def test_a_slow_link_is_no_fault(storage: ObjectStorage, proxy: FaultyProxy, dat
     assert bytes_of(storage, "ckpt/part") == data
 
 
+def test_a_link_that_is_just_fast_enough_is_used_to_the_end(
+    proxy: FaultyProxy, prefix: str, client: str, data: bytes
+) -> None:
+    """A pod that must leave gives up a silent request early, but none that is on its way."""
+    storage = ObjectStorage(CLIENTS[client](BUCKET, grace_s=6), prefix, "job")
+    storage.hurry()
+    proxy.slow(len(data) / 4.5)
+    with storage.upload("ckpt/part", size=len(data)) as file:
+        file.write([memoryview(data)], hold=True)
+        file.finish()
+    proxy.heal()
+    assert bytes_of(storage, "ckpt/part") == data
+
+
+@pytest.mark.long
+def test_an_upload_that_may_have_been_too_slow_is_followed_by_a_careful_one(
+    prefix: str, proxy: FaultyProxy, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part at a time arrives in the time in which all together do not."""
+    monkeypatch.setattr(s3_client, "TRIES", 1)
+    storage = ObjectStorage(obstore_client.ObstoreClient(BUCKET), prefix, "job")
+    proxy.slow(4e6)
+    with pytest.raises(StorageTransientError):
+        upload(storage, "ckpt/part", data)
+    for _ in range(2):
+        upload(storage, "ckpt/part", data)
+    proxy.heal()
+    assert bytes_of(storage, "ckpt/part") == data
+
+
 def test_a_link_that_is_cut_and_healed_costs_time_only(storage: ObjectStorage, proxy: FaultyProxy, data: bytes) -> None:
     """As long as the tries last."""
     healing = threading.Timer(0.7, proxy.heal)
@@ -154,7 +190,7 @@ def test_a_server_that_is_killed_and_started_again_costs_time_only(
             monkeypatch.setenv(name, value)
         for module in (s3_client, obstore_client):
             monkeypatch.setattr(module, "PART", PART)
-            monkeypatch.setattr(module, "TRIES", 10)
+        monkeypatch.setattr(s3_client, "TRIES", 10)
         storage = ObjectStorage(CLIENTS[client](BUCKET), "", "job")
         with storage.upload("ckpt/part") as file, ThreadPoolExecutor(1) as other:
             file.write([memoryview(data)[: 2 * PART]])

@@ -180,7 +180,10 @@ class ObjectStore:
         left.has_acted_late = self.has_acted_late
         left._late = list(self._late)
         left._bucket.files = dict(self._bucket.files)
-        left._bucket.pending = copy.deepcopy(self._bucket.pending)
+        left._bucket.pending = {
+            id: replace(upload, pieces=[bytes(piece) for piece in upload.pieces])
+            for id, upload in self._bucket.pending.items()
+        }
         left._bucket.numbers = copy.copy(self._bucket.numbers)
         return left
 
@@ -245,7 +248,7 @@ class _Client(MemoryClient):
     def delete(self, key: str) -> None:
         self._machine.request("delete", key)
 
-    def upload(self, key: str) -> MemoryUpload:
+    def upload(self, key: str, *, size: int = 0) -> MemoryUpload:
         return _Upload(self.bucket, key, self._machine)
 
     def abort(self, pending: PendingUpload) -> None:

@@ -26,6 +26,8 @@ from migrator.save.context import SaveContext
 from migrator.save.results import Unclean
 from migrator.save.staging import StagingBuffer
 from migrator.state.capture import Capture, Capturer
+from migrator.storage.base import Storage
+from migrator.storage.memory import Bucket, MemoryStorage, MemoryUpload
 from migrator.storage.posix import PosixStorage
 from tests.support.crashes import Toy
 from tests.support.volume import Calls, names_in, save
@@ -40,7 +42,7 @@ FIRST = ckpt_name(1, 10)
 
 
 def attempts(
-    storage: PosixStorage,
+    storage: Storage,
     *,
     size: int = 1,
     toys: list[Toy] | None = None,
@@ -390,6 +392,42 @@ def test_small_state_is_copied_aside_and_the_loop_goes_on(
     for part in catalog.whole(storage, FIRST).parts:
         for name, tensor in read_part(storage, FIRST, part).items():
             assert not (name.startswith("model/") and tensor.any()), name
+
+
+def test_what_the_loop_may_change_is_taken_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a storage that sends from the tensors' own memory, and may do so until the part is finished."""
+    monkeypatch.setattr("migrator.save.attempt.SMALL_BYTES", -1)
+    monkeypatch.setattr("migrator.ckpt.tensor_file.GROUP", 1)
+    storage, toy, real = MemoryStorage(Bucket(), "job"), Toy(0), Gate.open
+
+    def opened(gate: Gate) -> None:
+        changed(toy)
+        real(gate)
+
+    monkeypatch.setattr(Gate, "open", opened)
+    (attempt,) = attempts(storage, toys=[toy], may_open=True)
+    toy.set(0.0)
+    attempt._capture = attempt._context.capturer.take(10, None, full=True)
+    attempt.run()
+    assert attempt._is_apart
+    for part in catalog.whole(storage, FIRST).parts:
+        for name, tensor in read_part(storage, FIRST, part).items():
+            assert not (name.startswith("model/") and tensor.any()), name
+
+
+def test_the_last_save_sends_from_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing changes them until it is over, so they are not copied."""
+    holds: list[bool] = []
+    real = MemoryUpload.write
+
+    def write(upload: MemoryUpload, buffers: Any, *, hold: bool = False) -> None:
+        holds.append(hold)
+        real(upload, buffers, hold=hold)
+
+    monkeypatch.setattr(MemoryUpload, "write", write)
+    for may_open in (False, True):
+        attempts(MemoryStorage(Bucket(), "job"), may_open=may_open)[0].run()
+    assert holds == [True, True], "a periodic save of a small state is written from copies"
 
 
 def test_the_last_save_lets_no_loop_go_on(storage: PosixStorage) -> None:

@@ -177,8 +177,8 @@ class Meddling(PosixStorage):
         self.at_open: Callable[[], None] = lambda: None
         self.at_finish: Callable[[], None] = lambda: None
 
-    def upload(self, name: str) -> PosixUpload:
-        file = super().upload(name)
+    def upload(self, name: str, *, size: int = 0) -> PosixUpload:
+        file = super().upload(name, size=size)
         finish = file.finish
 
         def finish_and_meddle() -> None:

@@ -9,6 +9,7 @@ A storage's own test file is a fixture `connect` and an empty class for each cla
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -289,14 +290,28 @@ class LargeFiles(Contract):
         assert storage.get("ckpt/old") == b"old"
         assert storage.leftovers("ckpt") == []
 
-    def test_bytes_are_taken_before_write_returns(self, storage: Storage) -> None:
+    @pytest.mark.parametrize("size", [6, 1 << 20])
+    def test_bytes_are_taken_before_write_returns(self, storage: Storage, size: int) -> None:
         """The training loop changes its tensors as soon as it may."""
-        buffer = bytearray(b"before")
-        with storage.upload("ckpt/part") as file:
+        buffer = bytearray(b"b" * size)
+        with storage.upload("ckpt/part", size=size) as file:
             file.write([memoryview(buffer)])
-            buffer[:] = b"behind"
+            buffer[:] = b"a" * size
             file.finish()
-        assert storage.get("ckpt/part") == b"before"
+        assert storage.get("ckpt/part") == b"b" * size
+
+    def test_bytes_that_hold_still_may_be_taken_later(self, storage: Storage) -> None:
+        """Of any number of buffers, of any sizes, in their order."""
+        data = bytes(i * 7 % 251 for i in range(700_000))
+        cuts = [0, 5, 5, 300_000, 300_001, 600_000, 600_100, 700_000]
+        buffers = [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)]
+        with storage.upload("ckpt/part", size=len(data)) as file:
+            file.write(buffers[:3], hold=True)
+            file.write(buffers[3:4])
+            file.write(buffers[4:], hold=True)
+            assert file.bytes == len(data)
+            file.finish()
+        assert storage.get("ckpt/part") == data
 
     def test_the_last_upload_to_finish_wins(self, storage: Storage, other: Storage) -> None:
         """Not the last one to begin."""
