@@ -113,6 +113,9 @@ class ObjectClient(ABC):
     def hurry(self, is_on: bool = True) -> None:
         """From now on give up a silent connection early, and try less often; `is_on=False`: no longer."""
 
+    def rest(self) -> None:  # noqa: B027 - most have no connections of their own
+        """An object has been read: connections that were kept for more of it may end."""
+
     @abstractmethod
     def now(self) -> float:
         """The store's clock."""

@@ -238,7 +238,10 @@ class ObjectStorage(Storage):
         if found is None:
             raise StorageNotFoundError(f"there is no file {self.where(name)}")
         with ThreadPoolExecutor(READERS, thread_name_prefix="migrator-get") as pool:
-            yield ObjectReader(self.client, key, found, pool)
+            try:
+                yield ObjectReader(self.client, key, found, pool)
+            finally:
+                self.client.rest()
 
     def upload(self, name: str, *, size: int = 0) -> Upload:
         return self.client.upload(self._key(name), size=size)

@@ -37,6 +37,8 @@ _SMALL = 256 << 10
 """Smaller buffers are joined: each one that obstore gets costs a turn of the interpreter."""
 _CHUNK = 128 << 10
 """Bytes, about, that a read hands over at a time: few enough to stay in the processor's cache."""
+_PAUSE = timedelta(seconds=0.3)
+"""Before a request is made again, at least."""
 _ANSWER_S = 3600.0
 """Seconds that a range may take on its way, as long as it comes."""
 _KEPT_S = 300.0
@@ -92,6 +94,8 @@ class ObstoreClient(S3Client):
                 **timeouts,
             ),  # type: ignore[arg-type]
             retry_config={
+                # Without a floor, all tries may be over before a short cut is.
+                "backoff": {"init_backoff": _PAUSE, "max_backoff": 10 * _PAUSE, "base": 2},
                 "max_retries": patience.tries - 1,
                 "retry_timeout": timedelta(seconds=patience.tries * patience.silence_s),
             },
@@ -102,7 +106,7 @@ class ObstoreClient(S3Client):
         """The store for the uploads that begin now."""
         return self._uploading[self.is_hurried]
 
-    def read(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
+    def read_by_library(self, key: str, buffer: memoryview, offset: int, *, etag: str | None) -> int:
         import obstore
 
         options = {"range": (offset, offset + len(buffer)), **({} if etag is None else {"if_match": etag})}
@@ -117,7 +121,7 @@ class ObstoreClient(S3Client):
         except Exception as error:  # obstore raises its own kinds, and those of Python
             if "non-partial" in str(error):
                 # The store has answered a ranged request with the whole object.
-                return super().read(key, buffer, offset, etag=etag)
+                return super().read_by_library(key, buffer, offset, etag=etag)
             raise as_storage_error(error, f"read {self.where}{key}", is_conditional=etag is not None) from None
         return read
 
