@@ -217,6 +217,24 @@ def test_an_upload_that_was_aborted_sends_nothing_more(storage: ObjectStorage, r
     assert storage.get("ckpt/part") == b"old"
 
 
+def test_an_upload_whose_second_look_fails_leaves_nothing(storage: ObjectStorage, root: str) -> None:
+    """Nobody knows whether it was aborted, and its writer hears that it failed."""
+    client = storage.client
+    assert isinstance(client, FsspecClient)
+    looks, head = iter([True]), client.head
+
+    def once(key: str) -> Any:
+        if next(looks, False):
+            return head(key)
+        raise StorageTransientError("no answer")
+
+    with storage.upload("part") as file:
+        client.head = once  # type: ignore[method-assign]
+        with pytest.raises(StorageTransientError, match="no answer"):
+            file.finish()
+    assert names(root) == []
+
+
 class Buffered(AbstractBufferedFile):
     """A file as remote filesystems have them: `close` gives it its name."""
 
@@ -280,8 +298,12 @@ def test_an_upload_whose_file_cannot_be_opened_leaves_no_marker(
 ) -> None:
     """Nobody would abort it before the next life."""
 
-    def no(*_: Any, **__: Any) -> None:
-        raise PermissionError("403")
+    opened = Remote._open
+
+    def no(self: Any, path: str, mode: str = "rb", **more: Any) -> Any:
+        if "data" not in more:
+            raise PermissionError("403")
+        return opened(self, path, mode, **more)
 
     monkeypatch.setattr(Remote, "_open", no)
     with pytest.raises(StorageAccessError):
@@ -341,13 +363,37 @@ def test_threads_wait_for_their_own_answers(client: FsspecClient) -> None:
 
 
 def test_the_clock_leaves_nothing(client: FsspecClient, root: str) -> None:
-    """Its object is gone, also if its time could not be read."""
+    """Its object is below the job, where a dead process's is swept, and gone, also if its time could not be read."""
+    put, made = client.put, []
+    client.put = lambda key, data, **more: (made.append(key), put(key, data, **more))[1]  # type: ignore[method-assign]
     now = client.now()
     assert abs(now - time.time()) < 60
+    assert [key.startswith("job/.probe.") for key in made] == [True]
     client.head = lambda key: (_ for _ in ()).throw(StorageTransientError("no"))  # type: ignore[method-assign,assignment]
     with pytest.raises(StorageTransientError):
         client.now()
     assert names(root) == []
+
+
+# Reading.
+
+
+def test_no_more_is_read_than_the_limit(client: FsspecClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is larger; what is smaller is read without a range, which an empty object does not have."""
+    asked = []
+    cat = MemoryFileSystem.cat_file
+
+    def cat_file(self: Any, path: str, **part: Any) -> Any:
+        asked.append(part)
+        return cat(self, path, **part)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    client.put("job/a", b"12345")
+    client.put("job/b", b"")
+    assert client.get("job/a", limit=4) == b"1234"
+    assert client.get("job/a", limit=5) == b"12345"
+    assert client.get("job/b", limit=5) == b""
+    assert asked == [{"start": 0, "end": 4}, {}, {}]
 
 
 # Errors.
