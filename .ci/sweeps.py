@@ -54,6 +54,7 @@ AREAS = [
             *("sweeps/test_kernel_calls", "sweeps/test_crashes", "sweeps/test_flipped_bits"),
             *("sweeps/test_hostile_files", "unit/ckpt/test_retention", "jobs/test_as_never_stopped"),
             *("object_stores/test_faults", "object_stores/test_stops", "object_stores/test_contract"),
+            "object_stores/test_fsspec",
         ),
         states=30_000,
     ),

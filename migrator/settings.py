@@ -8,6 +8,7 @@ are not allowed, each with the variable, the value and what is allowed.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import re
@@ -51,7 +52,32 @@ def _path(text: str) -> Path | None:
 
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)*/?")
-_ROOT = "a directory, or a URL: file:///directory or s3://bucket/prefix"
+_ROOT = "a directory, or a URL: file:///directory, s3://bucket/prefix, gs://bucket/prefix or abfs://container/prefix"
+
+_STORES = {
+    "gs": ("gcsfs", "migrator[gs]"),
+    "gcs": ("gcsfs", "migrator[gs]"),
+    "abfs": ("adlfs", "migrator[azure]"),
+    "az": ("adlfs", "migrator[azure]"),
+    "memory": ("fsspec", "fsspec"),
+}
+"""Other schemes of URLs: the module that has to be there, and what installs it."""
+_PLACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_.=+,-]+)*/?")
+
+_SPEAKS_S3 = "use the store's S3 endpoint: s3://bucket/prefix and AWS_ENDPOINT_URL"
+_SHOWS_PARTS = "a file is seen there while it is written; mount it as a volume and name the directory"
+_READ_ONLY = "nothing can be written there as an object"
+_WRAPPER = "name the store itself"
+_NO_STORE = {
+    **dict.fromkeys(("s3a", "s3n"), "write s3://bucket/prefix"),
+    "abfss": "write abfs://container/prefix; AZURE_STORAGE_ACCOUNT_NAME says the account, and TLS is always used",
+    **dict.fromkeys(("oss", "oci", "ocilake", "tos", "tosfs", "cos", "obs", "r2", "b2", "minio"), _SPEAKS_S3),
+    **dict.fromkeys(("ftp", "ftps", "sftp", "ssh", "smb", "webdav", "webhdfs", "hdfs", "root", "dbfs"), _SHOWS_PARTS),
+    **dict.fromkeys(("http", "https", "data", "zip", "tar", "libarchive", "reference", "git", "github"), _READ_ONLY),
+    **dict.fromkeys(("cached", "blockcache", "filecache", "simplecache", "dir", "generic"), _WRAPPER),
+    "local": "write file:///directory",
+}
+"""Why, or what to do instead."""
 
 
 def _root(text: str) -> Path | str:
@@ -63,10 +89,16 @@ def _root(text: str) -> Path | str:
                 "the AWS tools find them"
             )
         return text.rstrip("/")
+    if scheme and scheme.group(1) in _STORES:
+        return _in_store(scheme.group(1), text)
     if not scheme and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{_ROOT}; a URL has two slashes behind its colon")
+    if not scheme and re.match(r"[A-Za-z][A-Za-z0-9+.-]+::", text):
+        raise ValueError(f"{_ROOT}; no chain of URLs: {_WRAPPER}")
     if scheme and scheme.group(1) != "file":
-        raise ValueError(f"{_ROOT}; this version has no storage for {scheme.group(1)}://")
+        why = _NO_STORE.get(scheme.group(1).lower())
+        no_storage = f"this version has no storage for {scheme.group(1)}://"
+        raise ValueError(f"{_ROOT}; {no_storage}{f': {why}' if why else ''}")
     if scheme:
         try:
             text = unquote(urlparse(text).path)
@@ -76,6 +108,20 @@ def _root(text: str) -> Path | str:
     if path is None:
         raise ValueError(_ROOT)
     return path
+
+
+def _in_store(scheme: str, text: str) -> str:
+    place = text.removeprefix(f"{scheme}://")
+    if not _PLACE.fullmatch(place) or {"..", "."} & set(place.split("/")):
+        raise ValueError(
+            f"{scheme}://name/prefix of letters, digits and the signs _.=+,- with no user, no account and no query in "
+            "it; credentials are found in the environment (docs/s3.md)"
+        )
+    module, install = _STORES[scheme]
+    # Only looked for: the import takes seconds, and `listening()` makes it.
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"{scheme}:// if the package {module} is installed; it is not: pip install '{install}'")
+    return text.rstrip("/")
 
 
 def _file(text: str) -> Path:
@@ -163,7 +209,7 @@ class Settings:
     """All settings of one life; `docs/settings.md` holds the same table, and a test compares them."""
 
     ckpt: Path | str = _variable(
-        "MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory or s3://bucket/prefix", _root
+        "MIGRATOR_CKPT", "./ckpts", "root of the ckpts: a directory, or a URL as s3://bucket/prefix", _root
     )
     job: str = _variable("MIGRATOR_JOB", "default", "name of the job under the root", _job)
     signal: Path = _variable("MIGRATOR_SIGNAL", _SIGNAL, "the signal file, the same default in the hooks", _file)
@@ -261,9 +307,16 @@ def signal_and_grace(environ: Mapping[str, str]) -> tuple[Path, float]:
     return found["signal"], found["grace_s"]
 
 
+_SECRET_FIELD = re.compile(r"(?i)((?:key|sig|signature|secret|token|password)=)[^&;\s]+")
+
+
 def _shown(given: object) -> str:
     """For an error: without credentials that somebody has put into a URL."""
-    return re.sub(r"//[^/\s]*@", "//***@", _text(given))
+    text = _text(given)
+    if "//" in text:
+        # A password may have a slash, and a query is no part of any root.
+        text = re.sub(r"\?.*", "?***", re.sub(r"//.*@", "//***@", text, flags=re.DOTALL), flags=re.DOTALL)
+    return _SECRET_FIELD.sub(r"\1***", text)
 
 
 def _text(given: object) -> str:

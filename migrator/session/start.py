@@ -197,6 +197,13 @@ def _log_generation(settings: Settings, storage: Storage, generation: Generation
             why=f"{settings.ckpt} is on the container's own file system and dies with the pod; "
             "mount a volume there, or set MIGRATOR_CKPT to one",
         )
+    if isinstance(settings.ckpt, str) and settings.ckpt.startswith("memory://"):
+        log(
+            "storage_warning",
+            level=logging.WARNING,
+            why=f"{settings.ckpt} is the memory of this process: every ckpt is lost when the process ends, and no "
+            "other life can load one; set MIGRATOR_CKPT to a volume or a bucket for anything but a trial",
+        )
 
 
 def _dies_with_container(root: Path) -> bool:

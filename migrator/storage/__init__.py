@@ -3,5 +3,5 @@
 Entry: `base.Storage`, what everything above relies on; `locate.storage_at` makes one for a directory or a URL.
 Imports: `errors`.
 Never here: what the bytes mean. No ckpt, manifest, generation or tensor is known here.
-Next of its kind: a client of another object store beside `s3_client.py`; it passes `tests/unit/storage/contract.py`.
+Next of its kind: a client beside `s3_client.py` or a line in `fsspec_client.py`; `tests/unit/storage/contract.py`.
 """

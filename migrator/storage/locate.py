@@ -16,9 +16,14 @@ def storage_at(root: Path | str, job: str, *, grace_s: float) -> Storage:
     """The names of a job below this root. `obstore` is used for S3 if it is installed, else s3fs."""
     if isinstance(root, Path):
         return PosixStorage(root, job)
-    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    protocol, _, place = root.partition("://")
     from migrator.storage.object_storage import ObjectStorage
 
+    if protocol != "s3":
+        from migrator.storage.fsspec_client import FsspecClient
+
+        return ObjectStorage(FsspecClient(protocol, place, aside=f"{job}/", grace_s=grace_s), "", job)
+    bucket, _, prefix = place.partition("/")
     if importlib.util.find_spec("obstore") is not None:
         from migrator.storage.obstore_client import ObstoreClient
 

@@ -19,8 +19,18 @@ from migrator.errors import StorageError
 from migrator.storage.base import Upload
 
 _SECRETS = re.compile(
-    r"(?i)(X-Amz-[A-Za-z-]+=|AWSAccessKeyId=|Signature=|Credential=|Authorization:?\s*|SessionToken[\"'>:=\s]+"
-    r"|AccessKeyId[\"'>:=\s]+|SecretAccessKey[\"'>:=\s]+)[^\s&\"'<>,]+"
+    r"(?ix)"
+    # S3, and signed URLs of all
+    r"(X-(?:Amz|Goog)-[A-Za-z-]+=|AWSAccessKeyId=|Signature=|Credential=|SessionToken[\"'>:=\s]+"
+    r"|AccessKeyId[\"'>:=\s]+|SecretAccessKey[\"'>:=\s]+"
+    # headers; the value has the scheme in front of it
+    r"|Authorization[\"']?[:=\s]*[\"']?(?:(?:Bearer|Basic|SharedKey(?:Lite)?|AWS4-HMAC-SHA256)\s+)?|Bearer\s+"
+    # Azure
+    r"|\bsig=|AccountKey=|SharedAccess(?:Signature|Key)=|sas_?token[\"'>:=\s]+|account_?key[\"'>:=\s]+"
+    # OAuth, as in forms and in JSON
+    r"|(?:access|refresh|id)_token[\"':=\s]+|client_(?:secret|assertion)[\"':=\s]+|private_key(?:_id)?[\"':=\s]+"
+    # a user in a URL
+    r"|://(?=[^/\s@]+@))(?:-----BEGIN.*?-----END[^-]*-----|[^\s&\"'<>,@]+)"
 )
 
 

@@ -1,1 +1,1 @@
-"""S3 on a real server: the contract of storages, whole jobs, and faults of the network between them."""
+"""S3, and a filesystem of fsspec, on a real server: the contract of storages, whole jobs, faults of the network."""

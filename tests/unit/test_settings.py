@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 from collections.abc import Mapping
@@ -47,13 +48,13 @@ VALUES: list[tuple[str, str, str, Any, str, Any]] = [
 
 BAD = [
     ("MIGRATOR_CKPT", "", "a directory, or a URL"),
-    ("MIGRATOR_CKPT", "gs://bucket/prefix", "no storage for gs://"),
+    ("MIGRATOR_CKPT", "weird://bucket/prefix", "no storage for weird://"),
     ("MIGRATOR_CKPT", "file://", "a directory, or a URL"),
     ("MIGRATOR_CKPT", "s3://", "s3://bucket/prefix"),
     ("MIGRATOR_CKPT", "s3:/bucket/prefix", "two slashes"),
     ("MIGRATOR_CKPT", "s3://Bucket/prefix", "s3://bucket/prefix"),
     ("MIGRATOR_CKPT", "s3://bucket/a/../b", "s3://bucket/prefix"),
-    ("MIGRATOR_CKPT", "s3://bucket/a?versionId=1", "no query"),
+    ("MIGRATOR_CKPT", "s3://bucket/a#1", "no query"),
     ("MIGRATOR_JOB", "", "1 to 128 letters"),
     ("MIGRATOR_JOB", "a/b", "1 to 128 letters"),
     ("MIGRATOR_JOB", "..", "no dot or dash in front"),
@@ -170,6 +171,127 @@ def test_every_counts_steps_or_seconds(text: str, value: Every, shown: str) -> N
 def test_a_bucket_is_a_root(text: str, root: str) -> None:
     """With a prefix or without; a slash at the end says nothing."""
     assert read({}, {"MIGRATOR_CKPT": text}).ckpt == root
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of the names that other stores need. An import of one of them fails."""
+    for name in ("gcsfs", "adlfs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [
+        ("gs://bucket", "gs://bucket"),
+        ("gs://my_bucket.example-1/jobs/mnist_2/", "gs://my_bucket.example-1/jobs/mnist_2"),
+        ("gcs://bucket/a=1/b+c", "gcs://bucket/a=1/b+c"),
+        ("abfs://container/prefix", "abfs://container/prefix"),
+        ("az://container/prefix/", "az://container/prefix"),
+        ("memory://trial", "memory://trial"),
+        ("memory://trial/deeper", "memory://trial/deeper"),
+    ],
+)
+@pytest.mark.usefixtures("packages")
+def test_a_place_in_another_store_is_a_root(text: str, root: str) -> None:
+    """Its package is looked for and not imported."""
+    assert read({}, {"MIGRATOR_CKPT": text}).ckpt == root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gs://",
+        "gs:///prefix",
+        "gs://bucket//prefix",
+        "gs://bucket/../other",
+        "gs://bucket/a/./b",
+        "gs://bucket/a b",
+        "gs://bucket/a*",
+        "gs://bucket/a#12",
+        "gs://bucket/a?generation=1",
+        "gs://user:password@bucket/a",
+        "abfs://container@account.dfs.core.windows.net/a",
+        "az://container/a?sig=abc",
+        "memory://",
+        "memory:///a",
+    ],
+)
+@pytest.mark.usefixtures("packages")
+def test_a_url_of_another_store_is_a_name_and_a_prefix(text: str) -> None:
+    """What a filesystem would read as a pattern, a version, an account or a credential is refused."""
+    assert "://name/prefix of letters" in _said({}, {"MIGRATOR_CKPT": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "module", "install"),
+    [
+        ("gs://bucket/a", "gcsfs", "pip install 'migrator[gs]'"),
+        ("gcs://bucket/a", "gcsfs", "pip install 'migrator[gs]'"),
+        ("abfs://container/a", "adlfs", "pip install 'migrator[azure]'"),
+        ("az://container/a", "adlfs", "pip install 'migrator[azure]'"),
+        ("memory://a", "fsspec", "pip install 'fsspec'"),
+    ],
+)
+def test_a_store_whose_package_is_missing_is_refused_with_what_installs_it(
+    text: str, module: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In `listening()`, and not when the first ckpt is due."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    said = _said({}, {"MIGRATOR_CKPT": text})
+    assert install in said
+    assert module in said
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("s3a://bucket/a", "write s3://"),
+        ("abfss://container/a", "write abfs://"),
+        ("oss://bucket/a", "AWS_ENDPOINT_URL"),
+        ("oci://bucket/a", "AWS_ENDPOINT_URL"),
+        ("tos://bucket/a", "AWS_ENDPOINT_URL"),
+        ("ftp://host/a", "mount it as a volume"),
+        ("sftp://host/a", "mount it as a volume"),
+        ("hdfs://host/a", "mount it as a volume"),
+        ("http://host/a", "nothing can be written"),
+        ("https://host/a", "nothing can be written"),
+        ("zip://a.zip", "nothing can be written"),
+        ("github://a:b@main/c", "nothing can be written"),
+        ("simplecache://a", "name the store itself"),
+        ("simplecache::gs://bucket/a", "name the store itself"),
+        ("local:///a", "write file://"),
+        ("GS://bucket/a", "no storage for GS://"),
+        ("hf://datasets/a", "no storage for hf://"),
+    ],
+)
+def test_what_cannot_keep_the_promises_is_refused_by_name(text: str, why: str) -> None:
+    """With the reason, or with what to do instead; no directory of that name is made."""
+    said = _said({}, {"MIGRATOR_CKPT": text})
+    assert why in said
+    assert "a directory, or a URL" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "gs://user:c2VjcmV0@bucket/a",
+        "gs://user:c2/VjcmV0@bucket/a",
+        "weird://user:c2VjcmV0@bucket/a",
+        "az://container/a?sv=2024&sig=c2VjcmV0&se=1",
+        "https://account.blob.core.windows.net/container?sig=c2VjcmV0",
+        "s3://bucket/a?versionId=1&X-Amz-Security-Token=c2VjcmV0",
+        "gs:/bucket?access_token=c2VjcmV0",
+    ],
+)
+def test_no_credential_of_any_url_is_repeated(text: str) -> None:
+    """Wherever it stands in it."""
+    said = _said({}, {"MIGRATOR_CKPT": text})
+    assert "***" in said
+    assert "VjcmV0" not in said
 
 
 def test_credentials_in_a_url_are_not_repeated() -> None:
