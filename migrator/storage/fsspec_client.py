@@ -52,7 +52,9 @@ from migrator.storage.object_client import (
 )
 
 PART = 16 << 20
-"""Bytes that are sent at once, at least. Google takes multiples of 256 KiB, Azure up to 50,000 blocks."""
+"""Bytes that are sent at once, at least."""
+_UNIT, _PARTS = 256 << 10, 9_000
+"""Google takes multiples of 256 KiB, s3fs up to 10,000 parts, Azure up to 50,000 blocks."""
 CALL_S = 60.0
 """Seconds after which a call is given up, with all that the library repeats in it. A call moves one part at most."""
 _HURRIED_S = 3.0
@@ -261,8 +263,8 @@ class FsspecClient(ObjectClient):
         with suppress(StorageNotFoundError):
             self.call("delete", key, self._fs.rm_file, self._path(key))
 
-    def upload(self, key: str) -> Upload:
-        return FsspecUpload(self, key)
+    def upload(self, key: str, *, size: int = 0) -> Upload:
+        return FsspecUpload(self, key, size)
 
     def open(self, key: str) -> Any:
         """A file of the filesystem. It has no name before it is closed."""
@@ -292,12 +294,11 @@ class FsspecClient(ObjectClient):
 class FsspecUpload(PartedUpload):
     """A file of the filesystem, and the marker that says it is pending."""
 
-    def __init__(self, client: FsspecClient, key: str) -> None:
-        super().__init__(f"{client.where}{key}")
+    def __init__(self, client: FsspecClient, key: str, size: int) -> None:
+        super().__init__(f"{client.where}{key}", max(PART, -(-size // _PARTS // _UNIT) * _UNIT))
         self._client = client
         self._key = key
         self._pending = PendingUpload(key, uuid.uuid4().hex[:12], 0.0)
-        self._sent = 0
         self._is_over = False
         client.put(marker_of(self._pending), b"")
         try:
@@ -307,13 +308,7 @@ class FsspecUpload(PartedUpload):
                 client.abort(self._pending)
             raise
 
-    @property
-    def part_size(self) -> int:
-        # Later parts are larger, so that no upload has too many of them.
-        return PART << min(8, self._sent // 1000)
-
     def send(self, part: bytes) -> None:
-        self._sent += 1
         self._client.call("write", self._key, self._file.write, part)
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from migrator.errors import StorageError
@@ -129,6 +130,42 @@ class ObjectClient(ABC):
     @abstractmethod
     def now(self) -> float:
         """The store's clock."""
+
+
+class PartedUpload(Upload):
+    """An upload that is sent in parts of one size, but for the last. Each is in memory once more."""
+
+    def __init__(self, where: str, part_size: int) -> None:
+        self.where = where
+        self.bytes = 0
+        self._part_size = part_size
+        self._rest: builtins.list[builtins.bytes | memoryview] = []
+        self._filled = 0
+
+    @abstractmethod
+    def send(self, part: builtins.bytes) -> None:
+        """Send the next part, or have a thread send it. Waits while too many are under way."""
+
+    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
+        for buffer in buffers:
+            self.bytes += len(buffer)
+            at = 0
+            while at < len(buffer):
+                piece = buffer[at : at + self._part_size - self._filled]
+                self._rest.append(piece if hold else builtins.bytes(piece))
+                self._filled += len(piece)
+                at += len(piece)
+                if self._filled == self._part_size:
+                    self.send_rest()
+
+    def send_rest(self) -> None:
+        """What does not fill a part, as the last one."""
+        part, self._rest, self._filled = b"".join(self._rest), [], 0
+        self.send(part)
+
+    @property
+    def has_rest(self) -> bool:
+        return bool(self._filled)
 
 
 def scrubbed(text: object) -> str:

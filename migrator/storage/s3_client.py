@@ -16,7 +16,6 @@ import email.utils
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +36,7 @@ from migrator.storage.object_client import (
     Found,
     Listing,
     ObjectClient,
+    PartedUpload,
     PendingUpload,
     scrubbed,
 )
@@ -302,40 +302,21 @@ def pace(size: int, senders: int, *, is_careful: bool) -> tuple[int, int]:
     return part, max(1, min(senders, at_once // part))
 
 
-class S3Upload(Upload):
-    """A multipart upload: a few threads send parts while more bytes come.
-
-    Each part is copied, because s3fs takes bytes only.
-    """
+class S3Upload(PartedUpload):
+    """A multipart upload: a few threads send parts while more bytes come. s3fs takes bytes only."""
 
     def __init__(self, client: S3Client, key: str, size: int) -> None:
-        self.bytes = 0
+        part_size, senders = pace(size, SENDERS, is_careful=client.is_careful)
+        super().__init__(f"{client.where}{key}", part_size)
         self._client = client
         self._key = key
-        self._part_size, senders = pace(size, SENDERS, is_careful=client.is_careful)
-        self._rest: builtins.list[builtins.bytes | memoryview] = []
-        self._filled = 0
         self._parts: builtins.list[Future[dict[str, Any]]] = []
         self._room = threading.Semaphore(senders)
         self._pool = ThreadPoolExecutor(senders, thread_name_prefix="migrator-put")
         self._is_over = False
         self._id = str(client.call("begin the upload of", "create_multipart_upload", key)["UploadId"])
 
-    def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
-        for buffer in buffers:
-            self.bytes += len(buffer)
-            at = 0
-            while at < len(buffer):
-                piece = buffer[at : at + self._part_size - self._filled]
-                self._rest.append(piece if hold else builtins.bytes(piece))
-                self._filled += len(piece)
-                at += len(piece)
-                if self._filled == self._part_size:
-                    self._send_rest()
-
-    def _send_rest(self) -> None:
-        """What does not fill a part, as the last one."""
-        part, self._rest, self._filled = b"".join(self._rest), [], 0
+    def send(self, part: bytes) -> None:
         self._room.acquire()
         for sent in self._parts:
             if sent.done():
@@ -355,8 +336,8 @@ class S3Upload(Upload):
             self._room.release()
 
     def finish(self) -> None:
-        if self._rest or not self._parts:
-            self._send_rest()
+        if self.has_rest or not self._parts:
+            self.send_rest()
         parts = [part.result() for part in self._parts]
         try:
             self._client.call(
