@@ -16,9 +16,9 @@ from migrator.ckpt.tensor_file import read_part, write_part
 from migrator.errors import StorageAccessError, StorageExistsError, StorageTransientError
 from migrator.storage import obstore_client, s3_client
 from migrator.storage.object_storage import ObjectStorage
+from migrator.testing.s3_server import S3Server, users
 from tests.object_stores.conftest import BUCKET, CLIENTS
 from tests.support.harness import ROOT, Job
-from tests.support.s3_server import S3Server, users
 from tests.support.tcp_faults import FaultyProxy
 
 PART = 5 << 20
