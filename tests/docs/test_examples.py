@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from migrator.testing.s3_server import sockets, why_not
-from tests.support.harness import ROOT, Job, until
+from tests.support.harness import ROOT, Job, processes_with, until
 
 pytestmark = pytest.mark.processes
 
@@ -146,14 +144,3 @@ def test_the_demo_on_s3_leaves_nothing_behind_when_it_is_interrupted(tmp_path: P
     assert processes_with(tmp_path) == []
     assert not (out / "seaweedfs").exists()
     assert not any(path.exists() for path in sockets(port))
-
-
-def processes_with(directory: Path) -> list[str]:
-    """The command lines of all processes that name a directory in them, or in their environment."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            if os.fsencode(directory) in command + (process / "environ").read_bytes():
-                found.append(command.replace(b"\0", b" ").decode())
-    return found
