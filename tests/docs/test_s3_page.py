@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from migrator.storage import object_storage, obstore_client, s3_client
 from migrator.testing.s3_server import S3Server, why_not
 from tests.docs.test_pages import doc
 from tests.support.harness import ROOT, kill_group, processes_with, until
@@ -21,6 +22,18 @@ PAGE = doc("s3.md")
 def section(heading: str) -> str:
     (found,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S)
     return str(found)
+
+
+def test_the_times_and_sizes_are_those_of_the_code() -> None:
+    """Who plans a grace by the page plans with what happens."""
+    text = " ".join(section("Time").split())
+
+    assert (s3_client.READ_S, s3_client._OF_GRACE) == (20.0, 1 / 6)
+    assert "given up after 20 seconds, and after a sixth of the grace once the pod must leave" in text
+    at_once = obstore_client.PART * (obstore_client.SENDERS + 3)
+    assert f"at most {round(at_once / 1e6, -1):.0f} MB beside the state" in text
+    assert (object_storage.RANGE, object_storage.READERS) == (8 << 20, 8)
+    assert "ranges of 8 MB, eight at a time" in text
 
 
 @pytest.mark.processes
