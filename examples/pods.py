@@ -43,9 +43,9 @@ class Cluster:
         """Where the ckpts of all jobs are."""
         if self.server is None:
             found = self.kubelet.directory.glob("*/default/*/manifest.json")
-            return [str(path.parent.relative_to(Path.cwd())) for path in sorted(found)]
+            return sorted(str(path.parent.relative_to(Path.cwd())) for path in found)
         found = self.bucket.glob(f"{BUCKET}/*/default/*/manifest.json")
-        return [f"s3://{path.removesuffix('/manifest.json')}" for path in sorted(found)]
+        return sorted(f"s3://{path.removesuffix('/manifest.json')}" for path in found)
 
     @property
     def bucket(self):
