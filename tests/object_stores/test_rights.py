@@ -36,11 +36,6 @@ def without(right: str) -> User:
     return User(f"without-{right.partition(':')[2]}", policy=(*STATEMENTS, denied))
 
 
-UNNOTICED = {
-    "s3:AbortMultipartUpload": pytest.mark.xfail(
-        strict=True, reason="listening() begins an upload and gives it up, and an abort that fails is not noticed"
-    )
-}
 LACKING = {right: without(right) for right in RIGHTS}
 
 
@@ -133,7 +128,7 @@ def test_ranks_need_no_other_rights(allowed: Job, client: str, guarded: S3Server
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("right", [pytest.param(name, marks=UNNOTICED.get(name, ())) for name in RIGHTS])
+@pytest.mark.parametrize("right", RIGHTS)
 def test_each_right_is_needed_and_is_named_if_it_is_missing(
     allowed: Job, client: str, guarded: S3Server, right: str
 ) -> None:
