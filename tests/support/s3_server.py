@@ -66,7 +66,7 @@ _LOOK_S = 2.0
 _TAIL = 4000
 """Characters of the server's log that an error shows."""
 
-_WITH_PARENT = """
+WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *argv = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the next program keeps
@@ -199,6 +199,20 @@ class S3Server:
         shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.close()
 
+    def change_users(self, *known: User) -> None:
+        """From now on, without a restart: a user of the same name has other keys, and the old ones are refused.
+
+        One that is left out stays.
+        """
+        self.users = known
+        (self.directory / "users.json").write_text(json.dumps(self._config()))
+        os.kill(self.pid, signal.SIGHUP)
+
+        def all_are_known() -> bool:
+            return all(self.request("GET", "/", user=user).code != "InvalidAccessKeyId" for user in known)
+
+        until(all_are_known, "the S3 server to know its new users", DEADLINE_S, self._tail)
+
     def make_bucket(self, name: str) -> None:
         answer = self.request("PUT", f"/{name}")
         assert answer.status == 200, f"the bucket {name!r} was not made: {answer}"
@@ -236,7 +250,7 @@ class S3Server:
         try:
             with self._log.open("ab") as log:
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), str(binary), *self._arguments()],
+                    [sys.executable, "-I", "-S", "-c", WITH_PARENT, str(os.getpid()), str(binary), *self._arguments()],
                     cwd=self.directory,
                     env={"HOME": str(self.directory), "TMPDIR": str(self.directory), **mark},
                     stdin=subprocess.DEVNULL,

@@ -289,6 +289,30 @@ def test_of_eight_writers_at_most_one_gets_a_name_in_a_store_without_conditions(
         ]
 
 
+def test_a_claim_costs_three_requests_more() -> None:
+    """PUT, LIST and DELETE of the claim."""
+    made: list[str] = []
+
+    class Counting(Client):
+        def put(self, key: str, data: bytes, **condition: Any) -> None:
+            made.append("PUT")
+            super().put(key, data, **condition)
+
+        def list(self, prefix: str) -> Listing:
+            made.append("LIST")
+            return super().list(prefix)
+
+        def delete(self, key: str) -> None:
+            made.append("DELETE")
+            super().delete(key)
+
+    of(Counting(Bucket())).put("record", b"mine", exclusive=True)
+    assert made == ["PUT"]
+    made.clear()
+    of(Counting(Bucket()), Conditions.IGNORED).put("record", b"mine", exclusive=True)
+    assert made == ["PUT", "LIST", "PUT", "DELETE"]
+
+
 @WITHOUT_CONDITIONS
 def test_a_name_that_is_there_is_not_written_over_without_conditions(client: type[Client]) -> None:
     """At once: whoever has it keeps it."""
