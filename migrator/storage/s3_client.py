@@ -96,7 +96,7 @@ _RIGHTS = {
 }
 """The right that each request needs."""
 
-_TO_DO = {
+TO_DO = {
     "NoSuchBucket": "Make the bucket, or name another one (MIGRATOR_CKPT)",
     "InvalidBucketName": "A bucket has 3 to 63 small letters, digits, dots and hyphens (MIGRATOR_CKPT)",
     "InvalidAccessKeyId": "The store does not know this access key; see AWS_ACCESS_KEY_ID or the role of the pod",
@@ -104,6 +104,7 @@ _TO_DO = {
     "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
     "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
 }
+"""By S3's name of an error: what helps."""
 
 
 @dataclass(frozen=True)
@@ -405,10 +406,10 @@ def _code(error: BaseException) -> str:
 def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError:
     code, text = _code(error), f"cannot {doing}: {scrubbed(error)}"
     if code in ("NoSuchBucket", "InvalidBucketName"):
-        return StorageAccessError(f"{text}. {_TO_DO[code]}.")
+        return StorageAccessError(f"{text}. {TO_DO[code]}.")
     if code in _NO_RIGHT or isinstance(error, PermissionError):
         right = f"The job needs the right {_RIGHTS[method]} there (docs/s3.md)"
-        return StorageAccessError(f"{text}. {_TO_DO.get(code, right)}.")
+        return StorageAccessError(f"{text}. {TO_DO.get(code, right)}.")
     if code in _EXISTS:
         return StorageExistsError(text)
     if code in _NOT_FOUND or isinstance(error, FileNotFoundError):
