@@ -14,7 +14,7 @@ QUICK := tests/unit tests/docs tests/support tests/sweeps
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo test quick long sweeps crashes mutants peers lint types examples bench all clean
+.PHONY: demo demo-s3 test quick long sweeps crashes mutants peers lint types examples bench all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## train, be stopped, resume, and compare with a run that was never stopped
 	$(BIN)/python examples/demo.py
+
+demo-s3: $(READY)  ## the same with the ckpts in S3: a real server, which is started and ended here
+	$(BIN)/python examples/demo.py --s3
 
 test: $(READY)  ## all tests, of each sweep a sample; budget: 6 minutes on two cores (TEST_ARGS="--seed=7" draws what a run of that seed drew)
 	$(PYTEST) -n $(WORKERS) -m "not long and not sweep" $(TEST_ARGS)

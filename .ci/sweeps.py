@@ -47,7 +47,7 @@ AREAS = [
         "storage and ckpt",
         r"migrator/(storage|ckpt|save|compat)/|migrator/state/last_storable\.py"
         r"|migrator/session/(restore|restore_plan|group_restore|candidates|resume)\.py"
-        r"|migrator/platform/process_identity\.py"
+        r"|migrator/platform/process_identity\.py|migrator/testing/s3_server\.py|tests/object_stores/"
         r"|tests/support/(disk|crashes|kernel|tracer|damaged_ckpt|hostile|volume|scripts/swept)\.py"
         r"|tests/sweeps/test_(crashes|kernel_calls|flipped_bits|hostile_files)\.py|tests/unit/ckpt/test_retention\.py",
         (

@@ -49,7 +49,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -793,13 +793,11 @@ def _sink(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
 @contextmanager
 def _server(directory: Path) -> Iterator[tuple[str, dict[str, str]]]:
     del directory  # its data goes to a disk: it is much
-    sys.path.insert(0, str(ROOT))
-    from tests.support.s3_server import S3Server, why_not
+    from migrator.testing.s3_server import S3Server, why_not
 
     if why_not():
         sys.exit(why_not())
-    with tempfile.TemporaryDirectory(prefix="s3-bench-") as data, closing(S3Server(Path(data))) as server:
-        server.start()
+    with tempfile.TemporaryDirectory(prefix="s3-bench-") as data, S3Server(Path(data)) as server:
         server.make_bucket(BUCKET)
         yield server.endpoint, server.env()
 

@@ -1,6 +1,7 @@
 """Shows the promise: train, be stopped in mid-epoch, resume, and compare bit by bit.
 
-    make demo
+    make demo       # ckpts on volumes, which are directories
+    make demo-s3    # ckpts in a bucket of an S3 server, which runs on this machine meanwhile
 
 The pods are those of migrator.testing: real processes, ended as kubelet ends them. First one process
 (examples/plain.py): once without a stop, and once stopped by the pod's preStop hook, then by SIGTERM alone.
@@ -9,28 +10,27 @@ two ranks, stopped and resumed; and, from the same stop, resumed as three ranks,
 Prints what was saved and lost, and draws both loss curves of the one process over each other.
 """
 
+import argparse
 import shutil
 import sys
 from pathlib import Path
 
-from pods import Life, same_losses, same_weights, samples, steps
-
-from migrator.testing import Kubelet
+from pods import Cluster, Life, begin, same_losses, same_weights, samples, steps
 
 OUT = Path("demo-out").resolve()
 SAMPLES = 1500
 
 
-def train(kubelet: Kubelet, name: str, volume: Path, *, ranks: int, epochs: int) -> None:
+def train(cluster: Cluster, name: str, volume: Path, *, ranks: int, epochs: int) -> None:
     print(f"training {name} ...", flush=True)
-    Life(kubelet, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs).wait_for_end()
+    Life(cluster, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs).wait_for_end()
 
 
 def stop(
-    kubelet: Kubelet, name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod: int = 0, hook: bool
+    cluster: Cluster, name: str, volume: Path, *, at_step: int, ranks: int, epochs: int, pod: int = 0, hook: bool
 ) -> dict:
     print(f"training {name}, to be stopped in mid-epoch ...", flush=True)
-    life = Life(kubelet, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs)
+    life = Life(cluster, name.replace(" ", "-"), volume, ranks=ranks, epochs=epochs)
     life.wait_for_step(at_step)
     row = life.delete(pod, hook=hook)
     if samples(volume)[-1].total() % SAMPLES == 0:
@@ -38,24 +38,24 @@ def stop(
     return row
 
 
-def one_process(kubelet: Kubelet, rows: list[dict], checks: list[dict]) -> None:
+def one_process(cluster: Cluster, rows: list[dict], checks: list[dict]) -> None:
     whole, stopped, how = OUT / "undisturbed", OUT / "stopped", {"ranks": 0, "epochs": 5}
-    train(kubelet, "one process without a stop", whole, **how)
-    rows.append(stop(kubelet, "one process", stopped, at_step=70, hook=True, **how))
-    rows.append(stop(kubelet, "one process again", stopped, at_step=170, hook=False, **how))
-    train(kubelet, "one process to the end", stopped, **how)
+    train(cluster, "one process without a stop", whole, **how)
+    rows.append(stop(cluster, "one process", stopped, at_step=70, hook=True, **how))
+    rows.append(stop(cluster, "one process again", stopped, at_step=170, hook=False, **how))
+    train(cluster, "one process to the end", stopped, **how)
     checks.append(check("1, 1, 1", stopped, whole, epochs=5))
 
 
-def several_ranks(kubelet: Kubelet, rows: list[dict], checks: list[dict]) -> None:
+def several_ranks(cluster: Cluster, rows: list[dict], checks: list[dict]) -> None:
     whole, stopped, elsewhere = OUT / "undisturbed-ranks", OUT / "stopped-ranks", OUT / "stopped-ranks-2-3-1"
-    train(kubelet, "two ranks without a stop", whole, ranks=2, epochs=3)
-    rows.append(stop(kubelet, "two ranks", stopped, at_step=30, ranks=2, epochs=3, pod=1, hook=True))
-    shutil.copytree(stopped, elsewhere)
-    train(kubelet, "two ranks to the end", stopped, ranks=2, epochs=3)
+    train(cluster, "two ranks without a stop", whole, ranks=2, epochs=3)
+    rows.append(stop(cluster, "two ranks", stopped, at_step=30, ranks=2, epochs=3, pod=1, hook=True))
+    cluster.copy(stopped, elsewhere)
+    train(cluster, "two ranks to the end", stopped, ranks=2, epochs=3)
     checks.append(check("2, 2", stopped, whole, epochs=3))
-    rows.append(stop(kubelet, "three ranks from there", elsewhere, at_step=50, ranks=3, epochs=3, hook=False))
-    train(kubelet, "one rank to the end", elsewhere, ranks=1, epochs=3)
+    rows.append(stop(cluster, "three ranks from there", elsewhere, at_step=50, ranks=3, epochs=3, hook=False))
+    train(cluster, "one rank to the end", elsewhere, ranks=1, epochs=3)
     checks.append(check("2, 3, 1", elsewhere, None, epochs=3))
 
 
@@ -104,14 +104,19 @@ def draw(stops: list[int]) -> Path:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Train, be stopped in mid-epoch, resume, and compare bit by bit.")
+    parser.add_argument("--s3", action="store_true", help="ckpts go to an S3 server (SeaweedFS), started for the demo")
+    args = parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
     rows: list[dict] = []
     checks: list[dict] = []
-    with Kubelet(OUT) as kubelet:  # at the end it stops all pods that still run, also after an error
-        one_process(kubelet, rows, checks)
-        several_ranks(kubelet, rows, checks)
+    with begin(OUT, s3=args.s3) as cluster:  # at the end all pods that still run are stopped, also after an error
+        one_process(cluster, rows, checks)
+        several_ranks(cluster, rows, checks)
+        ckpts = cluster.ckpts()
     show(rows)
     show(checks)
+    print("\nckpts", *ckpts, sep="\n")
     print(f"\npicture of both loss curves  {draw([row['saved step'] for row in rows[:2]]).relative_to(Path.cwd())}")
 
     is_lost = any(row["steps lost"] or set(row["exit codes"].split()) != {"143"} for row in rows)

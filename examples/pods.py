@@ -1,33 +1,87 @@
 """The part of a cluster that the demo needs: pods that are started, deleted as kubelet does it, and started again."""
 
 import json
+import shutil
 import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from migrator.testing import Kubelet
+from migrator.testing.s3_server import S3Server, why_not
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 300.0
+BUCKET = "demo"
+
+
+class Cluster:
+    """Pods, each with the volume of its job. If there is a server, the ckpts are in its bucket, and all else is not."""
+
+    def __init__(self, kubelet: Kubelet, server: S3Server | None) -> None:
+        self.kubelet = kubelet
+        self.server = server
+
+    def env(self, volume: Path) -> dict[str, str]:
+        """What a pod needs to find its ckpts."""
+        if self.server is None:
+            return {"MIGRATOR_CKPT": "/ckpts"}
+        return {**self.server.env(), "MIGRATOR_CKPT": f"s3://{BUCKET}/{volume.name}"}
+
+    def copy(self, volume: Path, to: Path) -> None:
+        """A second job goes on from where this one is."""
+        shutil.copytree(volume, to)
+        if self.server is not None:
+            self.bucket.copy(f"{BUCKET}/{volume.name}", f"{BUCKET}/{to.name}", recursive=True)
+
+    def ckpts(self) -> list[str]:
+        """Where the ckpts of all jobs are."""
+        if self.server is None:
+            found = self.kubelet.directory.glob("*/default/*/manifest.json")
+            return sorted(str(path.parent.relative_to(Path.cwd())) for path in found)
+        found = self.bucket.glob(f"{BUCKET}/*/default/*/manifest.json")
+        return sorted(f"s3://{path.removesuffix('/manifest.json')}" for path in found)
+
+    @property
+    def bucket(self):
+        import s3fs
+
+        env = self.server.env()
+        keys = {"key": env["AWS_ACCESS_KEY_ID"], "secret": env["AWS_SECRET_ACCESS_KEY"]}
+        return s3fs.S3FileSystem(**keys, endpoint_url=env["AWS_ENDPOINT_URL"], use_listings_cache=False)
+
+
+@contextmanager
+def begin(directory: Path, *, s3: bool) -> Iterator[Cluster]:
+    """At its end, also after an error or Ctrl-C, all pods that still run are stopped, and then the S3 server."""
+    if s3 and why_not():
+        sys.exit(why_not())
+    with ExitStack() as stack:
+        server = stack.enter_context(S3Server(directory)) if s3 else None
+        if server is not None:
+            server.make_bucket(BUCKET)
+        yield Cluster(stack.enter_context(Kubelet(directory)), server)
 
 
 class Life:
     """One life of a job: a pod for each rank, all with the same volume. `ranks=0`: one process, no ranks."""
 
-    def __init__(self, kubelet: Kubelet, name: str, volume: Path, *, ranks: int, epochs: int) -> None:
+    def __init__(self, cluster: Cluster, name: str, volume: Path, *, ranks: int, epochs: int) -> None:
         self.volume = volume
         job = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        job |= cluster.env(volume)
         places = [{**job, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)] or [job]
         (volume / "steps").mkdir(parents=True, exist_ok=True)
         log = "--steps=/ckpts/steps" if ranks else "--log=/ckpts/steps/rank-0.jsonl"
         command = ["python", HERE / ("ddp.py" if ranks else "plain.py"), f"--epochs={epochs}", log]
         command.append("--weights=/ckpts/weights.pt")
         self.pods = [
-            kubelet.run(command, name=f"{name}-{rank}", env=place, volumes={"/ckpts": volume})
+            cluster.kubelet.run(command, name=f"{name}-{rank}", env=place, volumes={"/ckpts": volume})
             for rank, place in enumerate(places)
         ]
 

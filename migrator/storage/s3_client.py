@@ -125,7 +125,7 @@ class S3Client(ObjectClient):
 
         self.bucket = bucket
         self.where = f"s3://{bucket}/"
-        self.endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        self.endpoint = configured_endpoint()
         self.is_hurried = False
         self.is_careful = False
         """An upload failed for a reason that may be a slow link: the next one sends one small part at a time."""
@@ -293,6 +293,24 @@ class S3Client(ObjectClient):
         answer = self.call("look at", "head_bucket")
         date = answer["ResponseMetadata"]["HTTPHeaders"]["date"]
         return email.utils.parsedate_to_datetime(date).timestamp()
+
+
+def configured_endpoint() -> str | None:
+    """The URL of the store, found as the AWS tools find it; None is Amazon's."""
+    import botocore.session
+
+    session = botocore.session.get_session()
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    profile = session.get_scoped_config()
+    services = session.full_config.get("services", {}).get(profile.get("services"), {})
+    found = (
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or services.get("s3", {}).get("endpoint_url")
+        or profile.get("endpoint_url")
+    )
+    return str(found) if found else None
 
 
 def pace(size: int, senders: int, *, is_careful: bool) -> tuple[int, int]:

@@ -12,6 +12,8 @@ For pytest: `pytest_plugins = ["migrator.testing.fixtures"]` provides the fixtur
 `kubelet`. Processes, hooks and signals are real. Images, limits and networks of pods
 are not supported. docs/testing.md lists what works as in a genuine kubelet, and what
 does not.
+
+`migrator.testing.s3_server` starts a real S3 server for tests.
 """
 
 from __future__ import annotations

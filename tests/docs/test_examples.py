@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.harness import ROOT, Job, until
+from migrator.testing.s3_server import sockets, why_not
+from tests.support.harness import ROOT, Job, processes_with, until
 
 pytestmark = pytest.mark.processes
 
@@ -19,6 +21,8 @@ PLAIN = ROOT / "examples" / "plain.py"
 EPOCHS = ROOT / "examples" / "epochs.py"
 DDP = ROOT / "examples" / "ddp.py"
 ELASTIC = ROOT / "examples" / "elastic.py"
+DEMO = ROOT / "examples" / "demo.py"
+needs_s3 = pytest.mark.skipif(why_not() is not None, reason=f"LOUD: {why_not()}")
 
 
 def lines(path: Path) -> int:
@@ -107,13 +111,36 @@ def test_the_elastic_example_trains_every_sample_once_on_two_three_and_one_ranks
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_demo_keeps_the_promise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [pytest.param([], id="volume"), pytest.param(["--s3"], id="s3", marks=needs_s3)])
+def test_the_demo_keeps_the_promise(tmp_path: Path, options: list[str]) -> None:
     """`make demo`: stopped by the real hook and by SIGTERM, nothing lost, nothing repeated, every bit equal."""
-    demo = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    demo = subprocess.run([sys.executable, DEMO, *options], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert re.search(r"^1, 1, 1 +0 +yes +yes$", demo.stdout, re.MULTILINE), demo.stdout
     assert re.search(r"^2, 2 +0 +yes +yes$", demo.stdout, re.MULTILINE), demo.stdout
     assert re.search(r"^2, 3, 1 +0 +- +-$", demo.stdout, re.MULTILINE), demo.stdout
     assert (tmp_path / "demo-out" / "loss.png").stat().st_size > 10_000
+    ckpts = re.findall(r"^(\S+)/default/00000[12]-\d+$", demo.stdout, re.MULTILINE)
+    names = ["stopped-ranks-2-3-1"] * 2 + ["stopped-ranks"] + ["stopped"] * 2
+    assert ckpts == [f"{'s3://demo' if options else 'demo-out'}/{name}" for name in names]
+    assert bool(options) != any(tmp_path.rglob("manifest.json"))
+    assert processes_with(tmp_path) == []
+
+
+@pytest.mark.long
+@needs_s3
+def test_the_demo_on_s3_leaves_nothing_behind_when_it_is_interrupted(tmp_path: Path) -> None:
+    """By Ctrl-C while a pod trains: the pod, the server, its data and its sockets are gone."""
+    with subprocess.Popen([sys.executable, DEMO, "--s3"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as demo:
+        out = tmp_path / "demo-out"
+        until(lambda: any(map(lines, out.glob("*/steps/*.jsonl"))), "a pod that trains")
+        port = int(re.findall(r"-s3.port=(\d+)", " ".join(processes_with(out)))[0])
+        assert any(path.exists() for path in sockets(port))
+        demo.send_signal(signal.SIGINT)
+        _, said = demo.communicate(timeout=60)
+
+    assert said.endswith("KeyboardInterrupt\n"), said
+    assert demo.returncode != 0
+    assert processes_with(tmp_path) == []
+    assert not (out / "seaweedfs").exists()
+    assert not any(path.exists() for path in sockets(port))

@@ -112,8 +112,8 @@ def test_each_make_target_that_is_named_exists(page: Path) -> None:
     """In a sentence, or as a line to copy."""
     text = page.read_text()
     copied = "".join(re.findall(r"^```sh$.*?^```$", text, flags=re.M | re.S))
-    named = {*re.findall(r"`make ([a-z]\w*)", text), *re.findall(r"^make ([a-z]\w*)", copied, flags=re.M)}
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {*re.findall(r"`make ([a-z][\w-]*)", text), *re.findall(r"^make ([a-z][\w-]*)", copied, flags=re.M)}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     assert sorted(named - targets) == []
 
 

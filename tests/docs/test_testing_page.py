@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from migrator.testing.s3_server import why_not
 from tests.support import chance
 from tests.support.harness import ROOT
 
 pytestmark = pytest.mark.processes
 
 PAGE = (ROOT / "docs" / "testing.md").read_text()
-FIRST, SECOND = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
+FIRST, SECOND, IN_S3 = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.M | re.S)
 FROM_THE_PAGE_BEFORE = f"""
 import json
 from pathlib import Path
@@ -42,10 +43,16 @@ def test_it_is_ten_lines() -> None:
     assert f"```python\n{FIRST}```" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("page", chance.some("lines", ["yaml", "arguments"], 0.5))
+@pytest.mark.parametrize(
+    "page", [*chance.some("lines", ["yaml", "arguments"], 0.5), pytest.param("s3", marks=pytest.mark.long)]
+)
 def test_the_lines_of_the_page_pass(tmp_path: Path, page: str) -> None:
     """As they stand, with the yaml and the script of this repository."""
-    done = run(tmp_path, {"yaml": FIRST, "arguments": FROM_THE_PAGE_BEFORE + SECOND}[page])
+    texts = {"yaml": FIRST, "arguments": FROM_THE_PAGE_BEFORE + SECOND, "s3": FROM_THE_PAGE_BEFORE + IN_S3}
+    if page == "s3" and (why := why_not()):
+        pytest.skip(f"LOUD: {why}")
+
+    done = run(tmp_path, texts[page])
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout

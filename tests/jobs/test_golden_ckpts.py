@@ -28,6 +28,7 @@ from tests.golden.make_format import RANKS
 from tests.support.harness import ROOT, Job
 
 GOLDEN = ROOT / "tests" / "golden"
+SCRIPT = GOLDEN / "job.py"
 JOBS = sorted(GOLDEN.glob("format-*/*"))
 MANIFESTS = sorted(GOLDEN.rglob(MANIFEST))
 
@@ -40,10 +41,14 @@ def payload(kind: str, path: Path) -> dict[str, Any]:
 def test_a_job_goes_on_with_what_an_earlier_version_left(job: Job, golden: Path) -> None:
     """Every value is what it was, to the last bit, and it trains the rest of the epoch and those behind it."""
     shutil.copytree(golden / "default", job.root / "default")
+    assert_goes_on(job.use(SCRIPT), golden)
+
+
+def assert_goes_on(job: Job, golden: Path) -> None:
+    """A life of the job loads what was put where its ckpts are, and ends as the earlier version would have."""
     newest = max(path.parent.name for path in golden.rglob(MANIFEST))
     size = Manifest.from_bytes((golden / "default" / newest / MANIFEST).read_bytes()).ranks
     lives = len(list(golden.glob("default/generations/*.json")))
-    job.use(GOLDEN / "job.py")
     job.env |= {"KIND": golden.name, "OUT": str(job.directory)}
 
     life = job.run() if size == 1 else job.gang(size, pods=size)

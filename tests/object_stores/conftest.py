@@ -11,10 +11,10 @@ import pytest
 
 from migrator.storage.obstore_client import ObstoreClient
 from migrator.storage.s3_client import S3Client
+from migrator.testing.s3_server import S3Server, why_not
 from tests.support import chance, rclone_server
 from tests.support.harness import Job
 from tests.support.rclone_server import RcloneServer
-from tests.support.s3_server import S3Server, why_not
 from tests.support.tcp_faults import FaultyProxy
 
 BUCKET = "migrator-tests"
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[S3Server]:
     if (missing := why_not()) is not None:
-        pytest.skip(missing)
+        pytest.skip(f"LOUD: {missing}")
     made = S3Server(tmp_path_factory.mktemp("s3")).start()
     made.make_bucket(BUCKET)
     yield made

@@ -1,174 +1,105 @@
-"""Temporary credentials: renewed, or revoked, while an upload is under way."""
+"""Where credentials come from, and that they go nowhere: no log line, error, manifest or record has one."""
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+import base64
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from migrator.errors import StorageAccessError
-from migrator.storage import obstore_client, s3_client
-from migrator.storage.object_storage import ObjectStorage
-from migrator.storage.s3_client import S3Client
-from tests.object_stores.conftest import BUCKET, CLIENTS
-from tests.support.bucket import Bucket
-from tests.support.halting_jobs import HALTING, ends
+from migrator.testing.s3_server import FULL, S3Server, User, why_not
+from tests.object_stores.conftest import BUCKET
+from tests.object_stores.test_stops import SCRIPTS, use
 from tests.support.harness import Job
-from tests.support.s3_server import FULL, S3Server, User, why_not
 
-PART = 5 << 20
-Give = Callable[[User], None]
+USER = User("distinctive", FULL, key="AKIDISTINCTIVEKEY001", secret="distinctive/secret+0123456789")
+TOKEN = "distinctive/session+token=="
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[S3Server]:
-    """A server whose users change. The first one is never changed."""
+def distinct(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[S3Server]:
+    """A server with a user whose credentials can be searched for."""
     if (missing := why_not()) is not None:
-        pytest.skip(missing)
-    made = S3Server(tmp_path_factory.mktemp("s3"), [User("full", FULL), User("job", FULL)]).start()
-    made.make_bucket(BUCKET)
-    yield made
-    made.close()
+        pytest.skip(f"LOUD: {missing}")
+    with S3Server(tmp_path_factory.mktemp("s3"), [USER]) as server:
+        server.make_bucket(BUCKET)
+        yield server
 
 
 @pytest.fixture
-def env(tmp_path: Path, own: S3Server, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A profile whose program gives credentials for 5 minutes. Below 10 botocore asks it again for every request."""
-    config = tmp_path / "aws-config"
-    config.write_text(f"[default]\ncredential_process = cat {tmp_path / 'given.json'}\n")
-    found = {name: value for name, value in own.env().items() if "KEY" not in name}
-    found |= {"AWS_CONFIG_FILE": str(config), "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in found.items():
-        monkeypatch.setenv(name, value)
-    return found
+def searched(job: Job, distinct: S3Server, client: str, request: pytest.FixtureRequest) -> Job:
+    """A job with these credentials. Its ckpts are below a prefix of its own."""
+    use(job, client, (SCRIPTS / "everything.py").read_text())
+    job.url = f"s3://{BUCKET}/{re.sub('[^a-z0-9]+', '-', request.node.name)}"
+    job.env |= distinct.env()
+    return job
 
 
-@pytest.fixture
-def give(tmp_path: Path) -> Give:
-    """What the program gives from now on."""
-
-    def given(user: User) -> None:
-        until = datetime.now(timezone.utc) + timedelta(minutes=5)
-        said = {"Version": 1, "AccessKeyId": user.key, "SecretAccessKey": user.secret, "Expiration": until.isoformat()}
-        aside = tmp_path / "aside.json"
-        aside.write_text(json.dumps(said))
-        aside.rename(tmp_path / "given.json")
-
-    return given
+def ways_to_write(secret: str) -> set[bytes]:
+    """As it is, in a URL, and in base64."""
+    return {
+        secret.encode(),
+        urllib.parse.quote(secret, safe="").encode(),
+        base64.b64encode(secret.encode()).rstrip(b"="),
+    }
 
 
-@pytest.fixture
-def first(own: S3Server, env: dict[str, str], give: Give) -> User:
-    """Whom the job is at its beginning."""
-    user = User("job", FULL)
-    own.change_users(own.users[0], user)
-    give(user)
-    return user
+def found(where: bytes, *secrets: str) -> list[str]:
+    """Those of the secrets that stand there."""
+    return [secret for secret in secrets if any(way in where for way in ways_to_write(secret))]
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And credentials that obstore asks for again each time: as if minutes had passed."""
-    monkeypatch.setattr(s3_client, "PART", PART)
-    monkeypatch.setattr(obstore_client, "PART", PART)
-    monkeypatch.setattr(obstore_client, "_KEPT_S", 0.0)
+def objects(server: S3Server, prefix: str) -> dict[str, bytes]:
+    """Bytes and headers of all objects."""
+    listing = server.request("GET", f"/{BUCKET}", {"list-type": "2", "prefix": prefix}).body.decode()
+    answers = {key: server.request("GET", f"/{BUCKET}/{key}") for key in re.findall("<Key>(.*?)</Key>", listing)}
+    return {key: repr(answer.headers).encode() + answer.body for key, answer in answers.items()}
 
 
-@pytest.fixture
-def storage(first: User, client: str, small_parts: None) -> ObjectStorage:
-    return ObjectStorage(CLIENTS[client](BUCKET), uuid.uuid4().hex, "job")
-
-
-@pytest.fixture
-def stored(job: Job, env: dict[str, str], client: str) -> Job:
-    """A job that halts itself at its requests."""
-    job.url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    job.env |= {**env, "MIGRATOR_EVERY": "off", **({"NO_OBSTORE": "1"} if client == "s3fs" else {})}
-    return job.use(HALTING)
-
-
-def test_credentials_that_are_renewed_in_an_upload_cost_nothing(
-    storage: ObjectStorage, own: S3Server, give: Give, first: User
-) -> None:
-    """The new ones are used from then on, by both libraries."""
-    renewed = User("job", FULL)
-    data = bytes(range(256)) * (3 * PART // 256)
-    storage.put("record", b"before", exclusive=True)
-    with storage.upload("ckpt/part") as file:
-        # Before any part is on its way: one that was signed before would be refused.
-        give(renewed)
-        own.change_users(own.users[0], renewed)
-        file.write([memoryview(data)])
-        file.finish()
-    assert storage.size("ckpt/part") == len(data)
-    assert storage.get("record") == b"before"
-    assert storage.leftovers("ckpt") == []
-
-
-def test_credentials_that_are_revoked_in_an_upload_are_named(
-    storage: ObjectStorage, own: S3Server, first: User
-) -> None:
-    """The error says what the store said and what to do, and no secret. What was there is as it was."""
-    storage.put("ckpt/old", b"old", exclusive=True)
-    data = bytes(3 * PART)
-    with pytest.raises(StorageAccessError) as refusal, storage.upload("ckpt/part") as file:  # noqa: PT012
-        file.write([memoryview(data)[: PART + 10]])
-        own.change_users(own.users[0], User("job", FULL))
-        file.write([memoryview(data)[PART + 10 :]])
-        file.finish()
-    said = str(refusal.value)
-    assert "does not know this access key" in said
-    assert first.secret not in said
-    own.change_users(own.users[0], first)
-    assert storage.list("ckpt") == ["old"]
-    for leftover in storage.leftovers("ckpt"):
-        storage.delete_all(leftover)
-    assert storage.leftovers("ckpt") == []
-
-
-def test_credentials_that_have_expired_are_no_fault_of_the_store(env: dict[str, str]) -> None:
-    """S3 answers them with 400, as a bad request; obstore gives that no kind of its own."""
-    from obstore.exceptions import GenericError
-
-    said = GenericError("Client error with status 400 Bad Request: <Error><Code>ExpiredToken</Code></Error>")
-    error = obstore_client.as_storage_error(said, "write s3://bucket/key")
-    assert isinstance(error, StorageAccessError)
-    assert "have expired" in str(error)
-
-
-@pytest.mark.long
-def test_a_job_whose_credentials_are_revoked_in_its_last_save(
-    stored: Job, own: S3Server, give: Give, first: User
-) -> None:
-    """The save fails at once and says why, to the log and to the hook. The ckpt before is intact, and is resumed."""
-    bucket = Bucket(ObjectStorage(S3Client(BUCKET), stored.url.rpartition("/")[2], "default"))
-    before = stored.run()
-    before.wait_for("^step 3$")
-    ends(before)
-    (expected,) = bucket.whole()
-
-    life = stored.run(HALT="finish:1", HOW="hold")
-    life.wait_for("^step 6$")
-    life.kill()
-    life.wait_for("^halts finish:1$")
-    renewed = User("job", FULL)
-    own.change_users(own.users[0], renewed)
-    (stored.directory / "go").touch()
+def test_a_job_writes_its_credentials_nowhere(searched: Job, distinct: S3Server) -> None:
+    """Stopped and resumed: not into its output, not into a file beside it, and not into the bucket."""
+    life = searched.run(AT="1:3:drawn", HOW="sigterm", MIGRATOR_TERMINATION_LOG=str(searched.directory / "message"))
     assert life.wait() == 143, life.text
-    (leaving,) = life.events("leaving")
-    assert leaving["ckpt"] == "None"
-    said = next(line for line in life.text.splitlines() if " leaving " in line)
-    assert "does not know this access key" in said
-    assert f"the ckpt before is untouched: {expected}" in said
-    assert first.secret not in life.text
-
-    give(renewed)
-    last = stored.run(STEPS="9", MIGRATOR_EVERY="1")
+    last = searched.run()
     assert last.wait() == 0, last.text
-    assert last.events("loaded")[0]["ckpt"] == expected
+    assert last.events("loaded"), last.text
+
+    there = objects(distinct, searched.url.partition(f"{BUCKET}/")[2])
+    names = {name.rpartition("/")[2] for name in there}
+    assert names >= {"manifest.json", "part-00000-of-00001.safetensors", "000001.json"}
+    there |= {str(path): path.read_bytes() for path in searched.directory.rglob("*") if path.is_file()}
+    assert {name: found(data, USER.key, USER.secret) for name, data in there.items()} == {name: [] for name in there}
+
+
+@pytest.mark.parametrize("wrong", ["key", "secret", "token"])
+def test_the_error_of_a_job_with_wrong_credentials_shows_none(searched: Job, distinct: S3Server, wrong: str) -> None:
+    """Nor does its traceback, or a log line."""
+    token = {"AWS_SESSION_TOKEN": TOKEN} if wrong == "token" else {}
+    other = USER if wrong == "token" else replace(USER, **{wrong: f"WRONG{wrong.upper()}0123456789"})
+
+    life = searched.run(env={**distinct.env(other), **token})
+
+    assert life.wait() == 1, life.text
+    assert "StorageAccessError" in life.text
+    assert found(life.text.encode(), other.key, other.secret, TOKEN) == [], life.text
+
+
+def test_credentials_of_a_profile_are_used(searched: Job, distinct: S3Server) -> None:
+    """Without any in the environment, as the AWS tools do."""
+    config = searched.directory / "aws-config"
+    keys = f"aws_access_key_id = {USER.key}\naws_secret_access_key = {USER.secret}\n"
+    config.write_text(f"[profile training]\nregion = us-east-1\n{keys}")
+    searched.env = {name: value for name, value in searched.env.items() if not name.startswith("AWS_")}
+    searched.env |= {"AWS_CONFIG_FILE": str(config), "AWS_PROFILE": "training", "AWS_ENDPOINT_URL": distinct.endpoint}
+    searched.env |= {"AWS_EC2_METADATA_DISABLED": "true"}
+    assert not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} & os.environ.keys()
+
+    life = searched.run(AT="0:5:drawn", HOW="sigterm")
+
+    assert life.wait() == 143, life.text
+    assert life.events("committed"), life.text

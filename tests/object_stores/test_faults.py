@@ -1,4 +1,4 @@
-"""Faults between a job and a real S3 server: of the network, of a busy store, of rights and keys."""
+"""Faults between a job and a real S3 server: of the network, of a busy store, of keys. `test_rights.py` has rights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from migrator.ckpt.tensor_file import read_part, write_part
 from migrator.errors import StorageAccessError, StorageExistsError, StorageTransientError
 from migrator.storage import obstore_client, s3_client
 from migrator.storage.object_storage import ObjectStorage
+from migrator.testing.s3_server import S3Server
 from tests.object_stores.conftest import BUCKET, CLIENTS
 from tests.support.harness import ROOT, Job
-from tests.support.s3_server import S3Server, users
 from tests.support.tcp_faults import FaultyProxy
 
 PART = 5 << 20
@@ -256,7 +256,7 @@ def test_a_bad_answer_does_not_make_a_ckpt_bad(
     assert torch.equal(found["w"], tensor)
 
 
-# Rights, keys and names.
+# Keys and names.
 
 
 def test_a_key_that_the_store_does_not_know_is_named(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,38 +282,6 @@ def test_a_bucket_that_is_not_there_is_named(client: str, url: str) -> None:
     """With the setting that names it."""
     with pytest.raises(StorageAccessError, match=r"no-such-bucket.*MIGRATOR_CKPT"):
         ObjectStorage(CLIENTS[client]("no-such-bucket"), "", "job").check()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("denied", "right"),
-    [
-        ("s3:DeleteObject", "s3:DeleteObject"),
-        ("s3:ListBucket", "s3:ListBucket"),
-        ("s3:GetObject", "s3:GetObject"),
-        ("s3:PutObject", "s3:PutObject"),
-    ],
-)
-def test_the_right_that_is_missing_is_named(
-    tmp_path: Path, client: str, denied: str, right: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In `listening()`, and not in the last seconds of a pod."""
-    allowed = {"s3:PutObject", "s3:GetObject", "s3:DeleteObject", "s3:AbortMultipartUpload"} - {denied}
-    listed = {"s3:ListBucket", "s3:ListBucketMultipartUploads"} - {denied}
-    policy = [
-        {"Effect": "Allow", "Action": sorted(allowed), "Resource": f"arn:aws:s3:::{BUCKET}/*"},
-        {"Effect": "Allow", "Action": sorted(listed), "Resource": f"arn:aws:s3:::{BUCKET}"},
-    ]
-    full, restricted = users(policy=policy)
-    server = S3Server(tmp_path, [full, restricted]).start()
-    try:
-        server.make_bucket(BUCKET)
-        for name, value in server.env(restricted).items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(StorageAccessError, match=right):
-            ObjectStorage(CLIENTS[client](BUCKET), "", "job").check()
-    finally:
-        server.close()
 
 
 # Time.

