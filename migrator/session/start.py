@@ -78,6 +78,8 @@ def begin_generation(settings: Settings, storage: Storage, notices: Notices, abo
     storage.check()
     if traits := storage.traits():
         log("object_store", root=storage.root, **dict[str, Any](traits))
+    for why in storage.weaknesses():
+        log("storage_warning", level=logging.WARNING, why=why)
     fresh = settings.resume == "never"
     if notices.has_notice:
         generation = generations.not_claimed(storage, fresh=fresh)

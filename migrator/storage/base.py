@@ -65,6 +65,10 @@ class Storage(ABC):
         """What a life's log should say of the storage, beside its place; `check` has been called."""
         return {}
 
+    def weaknesses(self) -> builtins.list[str]:
+        """What a life's log should warn of, each with what to do; `check` has been called."""
+        return []
+
     @abstractmethod
     def check(self) -> None:
         """Make the place for the job if it is missing, and show that everything a save needs works there.

@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 
 from migrator.errors import (
     StorageError,
@@ -51,6 +52,8 @@ _CLAIM_TRIES = 8
 """How often a writer that met another claim tries again."""
 _CLAIM_PAUSE_S = 0.05
 """Seconds before it does, times a random number and the number of tries."""
+_CLOCK_S = 60.0
+"""Seconds by which the node's clock and the store's may differ without a warning. S3 refuses requests from 900 on."""
 
 
 class Conditions(enum.Enum):
@@ -74,6 +77,7 @@ class ObjectStorage(Storage):
         self.root = f"{client.where}{prefix}".rstrip("/")
         self._prefix = f"{prefix}{job}/"
         self.conditions = Conditions.UNKNOWN
+        self._weaknesses: builtins.list[str] = []
         self._is_hurried = False
 
     def __repr__(self) -> str:
@@ -112,6 +116,22 @@ class ObjectStorage(Storage):
                 # Said here: what a failed upload could not abort is left to the next life, without a word.
                 if pending.key == key:
                     self.client.abort(pending)
+        self._compare_clocks()
+
+    def _compare_clocks(self) -> None:
+        try:
+            there = datetime.fromtimestamp(self.client.now(), timezone.utc)
+        except StorageError:
+            return  # no save needs it
+        here = datetime.now(timezone.utc)
+        differs_s = (here - there).total_seconds()
+        self._weaknesses = []
+        if abs(differs_s) > _CLOCK_S:
+            self._weaknesses.append(
+                f"the clock of this node shows {here:%Y-%m-%d %H:%M:%S} UTC, that of {self.client.where} "
+                f"{there:%Y-%m-%d %H:%M:%S}: they differ by {abs(differs_s):.0f} s. Set the node's clock (NTP): S3 "
+                "refuses requests from 15 minutes on, and credentials are renewed by this clock"
+            )
 
     def _find_out_about_conditions(self, name: str) -> None:
         key = self._prefix + name
@@ -133,6 +153,9 @@ class ObjectStorage(Storage):
 
     def traits(self) -> dict[str, str]:
         return {"client": self.client.name, "conditional_writes": self.conditions.value}
+
+    def weaknesses(self) -> builtins.list[str]:
+        return self._weaknesses
 
     # Small objects.
 

@@ -29,7 +29,7 @@ from migrator.errors import (
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import scrubbed
-from migrator.storage.s3_client import CONNECT_S, PART, Patience, S3Client, pace
+from migrator.storage.s3_client import CONNECT_S, PART, TO_DO, Patience, S3Client, pace
 
 SENDERS = 6
 """Parts that are sent at the same time, at most."""
@@ -256,6 +256,10 @@ def as_storage_error(error: BaseException, doing: str, *, is_conditional: bool =
     text = f"cannot {doing}: {scrubbed(error)}"
     if isinstance(error, StorageError):
         return error
+    for code, to_do in TO_DO.items():
+        # Its kind does not say it: credentials that have expired are a bad request.
+        if f"<Code>{code}</Code>" in str(error):
+            return StorageAccessError(f"{text}. {to_do}.")
     if isinstance(error, exceptions.PreconditionError) and is_conditional:
         return StorageForeignError(f"{text}. It was replaced while it was read.")
     if isinstance(error, FileNotFoundError | exceptions.NotFoundError):

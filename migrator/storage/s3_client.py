@@ -16,7 +16,7 @@ import email.utils
 import hashlib
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,7 +96,7 @@ _RIGHTS = {
 }
 """The right that each request needs."""
 
-_TO_DO = {
+TO_DO = {
     "NoSuchBucket": "Make the bucket, or name another one (MIGRATOR_CKPT)",
     "InvalidBucketName": "A bucket has 3 to 63 small letters, digits, dots and hyphens (MIGRATOR_CKPT)",
     "InvalidAccessKeyId": "The store does not know this access key; see AWS_ACCESS_KEY_ID or the role of the pod",
@@ -104,6 +104,7 @@ _TO_DO = {
     "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
     "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
 }
+"""By S3's name of an error: what helps."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,10 @@ class S3Client(ObjectClient):
         found: builtins.list[PendingUpload] = []
         markers: dict[str, Any] = {}
         while True:
-            answer = self.call("list the uploads below", "list_multipart_uploads", Prefix=prefix, **markers)
+            try:
+                answer = self.call("list the uploads below", "list_multipart_uploads", Prefix=prefix, **markers)
+            except StorageNotFoundError:
+                return found  # so `rclone serve s3` says that there has been none since it was started
             found += [
                 PendingUpload(one["Key"], one["UploadId"], one["Initiated"].timestamp())
                 for one in answer.get("Uploads", ())
@@ -330,7 +334,6 @@ class S3Upload(PartedUpload):
         self._key = key
         self._parts: builtins.list[Future[dict[str, Any]]] = []
         self._room = threading.Semaphore(senders)
-        self._pool = ThreadPoolExecutor(senders, thread_name_prefix="migrator-put")
         self._is_over = False
         self._id = str(client.call("begin the upload of", "create_multipart_upload", key)["UploadId"])
 
@@ -339,7 +342,20 @@ class S3Upload(PartedUpload):
         for sent in self._parts:
             if sent.done():
                 sent.result()
-        self._parts.append(self._pool.submit(self._put, len(self._parts) + 1, part))
+        self._parts.append(self._sent(len(self._parts) + 1, part))
+
+    def _sent(self, number: int, data: builtins.bytes) -> Future[dict[str, Any]]:
+        sent: Future[dict[str, Any]] = Future()
+
+        def run() -> None:
+            try:
+                sent.set_result(self._put(number, data))
+            except BaseException as error:  # raised where the result is asked for
+                sent.set_exception(error)
+
+        # Not of an executor: the interpreter waits for its threads at its end, and a pod whose store hangs must end.
+        threading.Thread(target=run, name="migrator-put", daemon=True).start()
+        return sent
 
     def _put(self, number: int, data: builtins.bytes) -> dict[str, Any]:
         try:
@@ -371,7 +387,6 @@ class S3Upload(PartedUpload):
                 raise
         self._is_over = True
         self._client.is_careful = False
-        self._pool.shutdown()
 
     def _is_finished(self) -> bool:
         """No upload is pending any more, and the object has as many bytes as were sent."""
@@ -381,7 +396,7 @@ class S3Upload(PartedUpload):
         return found is not None and found.size == self.bytes
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        wait(self._parts)
         if not self._is_over:
             self._is_over = True
             try:
@@ -409,10 +424,10 @@ def _code(error: BaseException) -> str:
 def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError:
     code, text = _code(error), f"cannot {doing}: {scrubbed(error)}"
     if code in ("NoSuchBucket", "InvalidBucketName"):
-        return StorageAccessError(f"{text}. {_TO_DO[code]}.")
+        return StorageAccessError(f"{text}. {TO_DO[code]}.")
     if code in _NO_RIGHT or isinstance(error, PermissionError):
         right = f"The job needs the right {_RIGHTS[method]} there (docs/s3.md)"
-        return StorageAccessError(f"{text}. {_TO_DO.get(code, right)}.")
+        return StorageAccessError(f"{text}. {TO_DO.get(code, right)}.")
     if code in _EXISTS:
         return StorageExistsError(text)
     if code in _NOT_FOUND or isinstance(error, FileNotFoundError):

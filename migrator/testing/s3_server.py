@@ -74,7 +74,7 @@ _TAIL = 4000
 
 _ITS_VARIABLES = ("AWS_", "S3_", "WEED_")
 """Variables that begin with these change what a server does."""
-_WITH_PARENT = """
+WITH_PARENT = """
 import ctypes, os, signal, sys
 parent, *argv = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which the next program keeps
@@ -232,6 +232,21 @@ class S3Server:
         shutil.rmtree(self.directory, ignore_errors=True)
         self._lock.close()
 
+    def change_users(self, *known: User) -> None:
+        """From now on, without a restart: a user of the same name has other keys, and the old ones are refused.
+
+        One that is left out stays.
+        """
+        self.users = known
+        (self.directory / "users.json").write_text(json.dumps(self._config()))
+        os.kill(self.pid, signal.SIGHUP)
+
+        end_s = time.monotonic() + _START_S
+        while any(self.request("GET", "/", user=user).code == "InvalidAccessKeyId" for user in known):
+            if time.monotonic() > end_s:
+                raise StandInError(f"the S3 server did not know its new users within {_START_S:g} s:\n{self._tail()}")
+            time.sleep(0.003)
+
     def make_bucket(self, name: str) -> None:
         answer = self.request("PUT", f"/{name}")
         if answer.status != 200:
@@ -271,7 +286,7 @@ class S3Server:
         try:
             with self._log.open("ab") as log:
                 self._process = process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _WITH_PARENT, str(os.getpid()), str(binary), *self._arguments()],
+                    [sys.executable, "-I", "-S", "-c", WITH_PARENT, str(os.getpid()), str(binary), *self._arguments()],
                     cwd=self.directory,
                     env={**env, "HOME": str(self.directory), "TMPDIR": str(self.directory)},
                     stdin=subprocess.DEVNULL,

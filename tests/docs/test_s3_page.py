@@ -26,14 +26,22 @@ def section(heading: str) -> str:
 
 def test_the_times_and_sizes_are_those_of_the_code() -> None:
     """Who plans a grace by the page plans with what happens."""
-    text = " ".join(section("Time").split())
-
-    assert (s3_client.READ_S, s3_client._OF_GRACE) == (20.0, 1 / 6)
-    assert "given up after 20 seconds, and after a sixth of the grace once the pod must leave" in text
-    at_once = obstore_client.PART * (obstore_client.SENDERS + 3)
-    assert f"at most {round(at_once / 1e6, -1):.0f} MB beside the state" in text
-    assert (object_storage.RANGE, object_storage.READERS) == (8 << 20, 8)
-    assert "ranges of 8 MB, eight at a time" in text
+    text = " ".join(PAGE.split())
+    assert f"nothing comes for {s3_client.READ_S:.0f} seconds" in text
+    assert f"made again, {s3_client.TRIES} times in all at most" in text
+    assert s3_client._OF_GRACE == 1 / 6
+    assert s3_client._UPLOAD_OF_GRACE == 5 / 12
+    assert "silence is a sixth of the grace, for a part that is sent 5/12 of it" in text
+    assert f"a request is made {s3_client.HURRIED_TRIES} times at most" in text
+    assert f"tried again as a whole, {object_storage._TRIES} times at most" in text
+    assert object_storage._CLOCK_S == 60
+    assert "by more than a minute" in text
+    # As the clients say of themselves.
+    held = max(s3_client.PART * (obstore_client.SENDERS + 4), s3_client.PART * (s3_client.SENDERS + 2))
+    assert held < 170 * 1_000_000
+    assert f"keeps what it got for {obstore_client._KEPT_S / 60:.0f} minutes at most" in text
+    assert f"ranges of {object_storage.RANGE >> 20} MB, eight at a time" in text
+    assert object_storage.READERS == 8
 
 
 @pytest.mark.processes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ import pytest
 from migrator.storage.obstore_client import ObstoreClient
 from migrator.storage.s3_client import S3Client
 from migrator.testing.s3_server import S3Server, why_not
-from tests.support import chance
+from tests.support import chance, rclone_server
 from tests.support.harness import Job
+from tests.support.rclone_server import RcloneServer
+from tests.support.tcp_faults import FaultyProxy
 
 BUCKET = "migrator-tests"
+CONDITIONS = ("honoured", "ignored", "refused")
+"""What stores do with a PUT that has a condition."""
 CLIENTS = {"obstore": ObstoreClient, "s3fs": S3Client}
 
 
@@ -32,6 +37,34 @@ def server(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[
     made.make_bucket(BUCKET)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def ignoring(tmp_path_factory: pytest.TempPathFactory, scratch: Path) -> Iterator[RcloneServer]:
+    if (missing := rclone_server.why_not()) is not None:
+        pytest.skip(missing)
+    made = RcloneServer(tmp_path_factory.mktemp("rclone")).start()
+    made.make_bucket(BUCKET)
+    yield made
+    made.close()
+
+
+@contextmanager
+def store_with(conditions: str, request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The environment of a job on a store that does this with conditions."""
+    if conditions == "ignored":
+        yield request.getfixturevalue("ignoring").env()
+        return
+    server: S3Server = request.getfixturevalue("server")
+    if conditions == "honoured":
+        yield server.env()
+        return
+    proxy = FaultyProxy(server.port)
+    try:
+        proxy.refuse_conditions()
+        yield server.env(endpoint=proxy.endpoint)
+    finally:
+        proxy.close()
 
 
 @pytest.fixture

@@ -1,11 +1,17 @@
-"""Both clients of S3 keep every promise of the storage interface, on a real server."""
+"""Both clients of S3 keep every promise of the storage interface, on a real server.
+
+On stores without conditional writes as well: one that refuses them, and `rclone serve s3`, which ignores them.
+"""
 
 from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
 
 import pytest
 
 from migrator.storage.object_storage import Conditions, ObjectStorage
-from tests.object_stores.conftest import BUCKET, CLIENTS
+from tests.object_stores.conftest import BUCKET, CLIENTS, store_with
 from tests.unit.storage import contract
 
 
@@ -38,3 +44,46 @@ class TestDeleting(OfS3, contract.Deleting): ...
 
 
 class TestRaces(OfS3, contract.Races): ...
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("conditions", ["ignored", "refused"])
+class WithoutConditions(OfS3):
+    """Processes share a bucket of a store that ignores conditional writes, or refuses them."""
+
+    @pytest.fixture
+    def url(self, conditions: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+        with store_with(conditions, request) as env:
+            for name, value in env.items():
+                monkeypatch.setenv(name, value)
+            yield f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+class TestSmallFilesWithoutConditions(WithoutConditions, contract.SmallFiles): ...
+
+
+class TestLargeFilesWithoutConditions(WithoutConditions, contract.LargeFiles):
+    def test_a_range_may_be_all_of_an_object(self, storage: ObjectStorage) -> None:
+        """`rclone serve s3` answers it as if no range had been asked for."""
+        contract.upload(storage, "ckpt/part", b"abc")
+        buffer = bytearray(3)
+        with storage.open("ckpt/part") as file:
+            file.read([memoryview(buffer)], 0)
+        assert buffer == b"abc"
+
+
+class TestLookingWithoutConditions(WithoutConditions, contract.Looking):
+    def test_a_check_finds_out_what_the_store_does(self, storage: ObjectStorage, conditions: str) -> None:
+        """By trying, and the log can say it."""
+        storage.check()
+        assert storage.traits()["conditional_writes"] == conditions
+
+
+class TestDeletingWithoutConditions(WithoutConditions, contract.Deleting): ...
+
+
+class TestRacesWithoutConditions(WithoutConditions, contract.Races):
+    @pytest.fixture(autouse=True)
+    def _is_kept(self, conditions: str, request: pytest.FixtureRequest) -> None:
+        if conditions == "ignored" and "reader_finds_all_bytes" in request.node.name:
+            pytest.skip("`rclone serve s3` replaces an object byte by byte: docs/s3.md says so")

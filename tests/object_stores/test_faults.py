@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -282,7 +284,64 @@ def test_a_bucket_that_is_not_there_is_named(client: str, url: str) -> None:
         ObjectStorage(CLIENTS[client]("no-such-bucket"), "", "job").check()
 
 
+# Time.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_a_silent_request_is_made_so_often(
+    connect: Connect, proxy: FaultyProxy, is_hurried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time on a new connection; less often once the pod must leave."""
+    monkeypatch.setattr(s3_client, "READ_S", 1.0)
+    storage = connect()
+    if is_hurried:
+        storage.hurry()
+    before = proxy.connections
+    proxy.stall()
+    with pytest.raises(StorageTransientError):
+        storage.size("record")
+    proxy.heal()
+    assert proxy.connections - before == (s3_client.HURRIED_TRIES if is_hurried else s3_client.TRIES)
+
+
+# Clocks.
+
+
+@pytest.mark.parametrize("by_s", [600.0, -600.0])
+def test_a_clock_that_differs_from_the_stores_is_said(connect: Connect, proxy: FaultyProxy, by_s: float) -> None:
+    """By the date of an answer."""
+    proxy.move_clock(by_s)
+    storage = connect()
+    storage.check()
+    (why,) = storage.weaknesses()
+    assert re.search(r"differ by (59\d|60\d) s\. Set the node's clock \(NTP\)", why), why
+
+
+def test_a_clock_that_is_too_far_off_is_named(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 refuses every request that was signed more than 15 minutes ago, or in the future."""
+
+    def wrong(**how: bool) -> datetime:
+        return datetime.now(timezone.utc).replace(tzinfo=None) - timedelta(minutes=20)
+
+    monkeypatch.setattr("botocore.auth.get_current_datetime", wrong)
+    with pytest.raises(StorageAccessError, match=r"request time.*set it \(NTP\)"):
+        connect().check()
+
+
 # Whole jobs.
+
+
+@pytest.mark.long
+def test_a_job_whose_clock_differs_says_so_once(stored: Job, server: S3Server, proxy: FaultyProxy) -> None:
+    """And trains and saves."""
+    proxy.move_clock(-300.0)
+    stored.env |= server.env(endpoint=proxy.endpoint)
+    life = stored.use(EVERYTHING).run(AT="0:5:drawn", HOW="sigterm")
+    assert life.wait() == 143, life.text
+    (said,) = life.events("storage_warning")
+    assert "differ by" in said["why"]
+    assert life.events("leaving")[0]["why"] == "saved"
 
 
 @pytest.mark.long

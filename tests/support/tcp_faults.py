@@ -1,8 +1,9 @@
 """A proxy on loopback between clients and one HTTP server, with the faults of networks and of busy stores.
 
 It reads where requests and answers begin and end, and carries them byte by byte: the server gets the `Host` that the
-client signed. Faults are switched while it runs. Those of the network (`cut`, `stall`, `slow`) last until `heal`; the
-others happen once, and `is_armed` says whether one of them still waits for its request.
+client signed. Faults are switched while it runs. Those of the network (`cut`, `stall`, `slow`) and of the store
+(`move_clock`, `refuse_conditions`) last until `heal`; the others happen once, and `is_armed` says whether one of them
+still waits for its request.
 
 A request that was sent as a whole is carried on when its client has given up: it acts late, as behind a load balancer.
 Of one that came in part the server hears a reset. An orderly end right behind the head of a PUT, before the first byte
@@ -14,6 +15,7 @@ The price: one thread for each connection of a client, and no TLS.
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import re
 import select
 import socket
@@ -41,11 +43,27 @@ _LINGER_S = 2.0
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: a close is a reset, and nothing that was not delivered is."""
 _END_OF_HEAD = b"\r\n\r\n"
-_SLOW_DOWN = (
-    b'<?xml version="1.0" encoding="UTF-8"?>\n'
-    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message>"
-    b"<RequestId>0000000000000000</RequestId></Error>"
-)
+_DATE = re.compile(rb"(?im)^(date:[ \t]*)(.*?)(?=\r$)")
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """An answer of the proxy itself, of which the server hears nothing."""
+
+    status: str
+    code: str
+    why: str
+
+    @property
+    def body(self) -> bytes:
+        return (
+            f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{self.code}</Code><Message>{self.why}</Message>'
+            "<RequestId>0000000000000000</RequestId></Error>"
+        ).encode()
+
+
+_SLOW_DOWN = _Refusal("503 Slow Down", "SlowDown", "Please reduce your request rate.")
+_NOT_IMPLEMENTED = _Refusal("501 Not Implemented", "NotImplemented", "A header you provided is not implemented.")
 
 
 class FaultyProxy:
@@ -69,6 +87,8 @@ class FaultyProxy:
         self._rate: float | None = None
         self._free_s = 0.0
         """When a slow wire has carried what it was given so far."""
+        self._clock_s = 0.0
+        self._knows_conditions = True
         self._refusals = 0
         self._reset: tuple[int, int | None] | None = None
         """Bytes that may still pass, and the number of the only connection that counts."""
@@ -119,10 +139,21 @@ class FaultyProxy:
         with self._changed:
             self._rate, self._free_s = bytes_per_s, 0.0
 
+    def move_clock(self, by_s: float) -> None:
+        """The dates of all answers are this much later than the server's, or earlier."""
+        with self._changed:
+            self._clock_s = by_s
+
+    def refuse_conditions(self) -> None:
+        """A PUT with `If-None-Match` or `If-Match` is answered with 501, as by a store that does not know them."""
+        with self._changed:
+            self._knows_conditions = False
+
     def heal(self) -> None:
         """Ends all faults, also those that have not happened yet."""
         with self._changed:
             self._is_stalled, self._rate = False, None
+            self._clock_s, self._knows_conditions = 0.0, True
             self._refusals, self._reset = 0, None
             self._truncated = self._corrupted = self._dropped = None
             if self._is_cut:
@@ -230,18 +261,33 @@ class FaultyProxy:
         for start in range(0, len(data), step):
             yield data[start : start + step]
 
-    def meet(self, request: _Head) -> tuple[bool, bool]:
-        """Whether a request is refused with 503, and whether its answer is dropped."""
+    def meet(self, request: _Head) -> tuple[_Refusal | None, bool]:
+        """By what a request is refused, if it is, and whether its answer is dropped."""
         with self._changed:
             self.requests[request.method] += 1
             self.lines.append(f"{request.method} {request.target}")
             if self._refusals > 0:
                 self._refusals -= 1
-                return True, False
+                return _SLOW_DOWN, False
+            if not self._knows_conditions and request.has_condition and request.method == "PUT":
+                return _NOT_IMPLEMENTED, False
             if self._dropped is None or self._dropped.match(self.lines[-1]) is None:
-                return False, False
+                return None, False
             self._dropped = None
-            return False, True
+            return None, True
+
+    def dated(self, head: bytes) -> bytes:
+        """The head of an answer, with the date that the client is to see."""
+        with self._changed:
+            by_s = self._clock_s
+        if not by_s:
+            return head
+
+        def moved(found: re.Match[bytes]) -> bytes:
+            then_s = email.utils.parsedate_to_datetime(found[2].decode("ascii")).timestamp() + by_s
+            return found[1] + email.utils.formatdate(then_s, usegmt=True).encode("ascii")
+
+        return _DATE.sub(moved, head)
 
     def until_reset(self, connection: _Connection, size: int) -> int | None:
         """How many of these bytes still pass to the server before a reset; None: all, and no reset follows."""
@@ -312,6 +358,10 @@ class _Head:
     def reads_object(self) -> bool:
         """A GET with a key behind the bucket; others ask for lists and settings."""
         return self.method == "GET" and "/" in self.target.partition("?")[0].strip("/")
+
+    @property
+    def has_condition(self) -> bool:
+        return "if-none-match" in self.fields or "if-match" in self.fields
 
     @property
     def expects(self) -> bool:
@@ -483,20 +533,20 @@ class _Connection:
             # A server that ends a connection ends the client's.
             if not self._wait(*self._ends()):
                 return False
-        is_refused, is_dropped = self._proxy.meet(request)
-        return self._refuse(request) if is_refused else self._carry(request, is_dropped=is_dropped)
+        refusal, is_dropped = self._proxy.meet(request)
+        return self._carry(request, is_dropped=is_dropped) if refusal is None else self._refuse(request, refusal)
 
-    def _refuse(self, request: _Head) -> bool:
+    def _refuse(self, request: _Head, refusal: _Refusal) -> bool:
         body = _Body(request.fields)
         while not body.is_over and not request.expects:
             if self._near.held:
                 self._near.take(body)
             elif not self._wait(self._near):
                 return False
-        text = b"" if request.method == "HEAD" else _SLOW_DOWN
+        text = b"" if request.method == "HEAD" else refusal.body
         kept = "close" if request.expects else "keep-alive"
         self._send(
-            f"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nContent-Length: {len(_SLOW_DOWN)}\r\n"
+            f"HTTP/1.1 {refusal.status}\r\nContent-Type: application/xml\r\nContent-Length: {len(refusal.body)}\r\n"
             f"Connection: {kept}\r\n\r\n".encode()
             + text
         )
@@ -527,7 +577,7 @@ class _Connection:
                     continue
                 answer = self._answer(request, head, is_dropped=is_dropped)
                 if not is_dropped:
-                    self._send(head.raw)
+                    self._send(self._proxy.dated(head.raw))
                 if answer.has_stopped:
                     return False
             elif not self._wait(far, *([] if up.is_over else [self._near])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import http.client
 import os
 import re
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 
 from migrator.testing.errors import StandInError
-from migrator.testing.s3_server import REGION, Answer, S3Server, signed, sockets, users, why_not
+from migrator.testing.s3_server import FULL, REGION, Answer, S3Server, User, signed, sockets, users, why_not
 from tests.support.harness import DEADLINE_S, ROOT, until
 from tests.support.tcp_faults import FaultyProxy
 
@@ -243,6 +244,17 @@ def test_a_user_may_do_only_what_it_was_allowed(server: S3Server, key: str, tmp_
         # The same server, and nobody else's: it does not know the keys of the first one.
         assert get(other, f"/{BUCKET}/object", user=server.users[0]).code == "InvalidAccessKeyId"
         assert get(other, key).code == "NoSuchKey"
+
+
+def test_users_can_be_changed_while_the_server_runs(own: S3Server, key: str) -> None:
+    """A user has other keys, and the old ones are refused at once."""
+    own.start().make_bucket(BUCKET)
+    full, before, after = own.users[0], User("job", FULL), User("job", FULL)
+    own.change_users(full, before)
+    assert put(own, key, user=before).status == 200
+    own.change_users(full, after)
+    assert put(own, key, user=before).code == "InvalidAccessKeyId"
+    assert put(own, key, user=after).status == 200
 
 
 def test_a_server_that_is_killed_has_kept_what_it_acknowledged(own: S3Server) -> None:
@@ -468,6 +480,32 @@ def test_503_is_answered_in_place_of_the_server(server: S3Server, proxy: FaultyP
     assert not proxy.is_armed
     assert get(server, key).code == "NoSuchKey"
     assert proxy.requests == {"PUT": 3, "HEAD": 1}
+
+
+def test_a_store_that_does_not_know_conditions(server: S3Server, proxy: FaultyProxy, key: str) -> None:
+    """A PUT with one is refused, and nothing else."""
+    proxy.refuse_conditions()
+    for condition in ({"If-None-Match": "*"}, {"If-Match": "0"}):
+        refused = put(server, key, headers=condition, port=proxy.port)
+        assert (refused.status, refused.code) == (501, "NotImplemented")
+    assert put(server, key, port=proxy.port).status == 200
+    etag = get(server, key).headers["etag"]
+    assert get(server, key, headers={"If-Match": etag}, port=proxy.port).status == 200
+    proxy.heal()
+    assert put(server, key, headers={"If-None-Match": "*"}, port=proxy.port).status == 412
+
+
+def test_a_clock_that_is_moved(server: S3Server, proxy: FaultyProxy, key: str) -> None:
+    """The date of each answer, and nothing else of it."""
+    put(server, key, BLOCK)
+    dates = []
+    for by_s in (0.0, 3600.0, -3600.0):
+        proxy.move_clock(by_s)
+        answer = get(server, key, port=proxy.port)
+        assert answer.body == BLOCK
+        dates.append(email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp())
+    assert dates[1] - dates[0] == pytest.approx(3600, abs=5)
+    assert dates[2] - dates[0] == pytest.approx(-3600, abs=5)
 
 
 def test_503_for_a_client_that_asks_before_it_sends(server: S3Server, proxy: FaultyProxy, key: str) -> None:

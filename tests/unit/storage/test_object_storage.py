@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from enum import Enum
 from typing import Any
@@ -289,6 +291,30 @@ def test_of_eight_writers_at_most_one_gets_a_name_in_a_store_without_conditions(
         ]
 
 
+def test_a_claim_costs_three_requests_more() -> None:
+    """PUT, LIST and DELETE of the claim."""
+    made: list[str] = []
+
+    class Counting(Client):
+        def put(self, key: str, data: bytes, **condition: Any) -> None:
+            made.append("PUT")
+            super().put(key, data, **condition)
+
+        def list(self, prefix: str) -> Listing:
+            made.append("LIST")
+            return super().list(prefix)
+
+        def delete(self, key: str) -> None:
+            made.append("DELETE")
+            super().delete(key)
+
+    of(Counting(Bucket())).put("record", b"mine", exclusive=True)
+    assert made == ["PUT"]
+    made.clear()
+    of(Counting(Bucket()), Conditions.IGNORED).put("record", b"mine", exclusive=True)
+    assert made == ["PUT", "LIST", "PUT", "DELETE"]
+
+
 @WITHOUT_CONDITIONS
 def test_a_name_that_is_there_is_not_written_over_without_conditions(client: type[Client]) -> None:
     """At once: whoever has it keeps it."""
@@ -334,6 +360,37 @@ def test_a_writer_that_fails_behind_its_claim_withdraws_it(client: type[Client])
         storage.put("record", b"mine", exclusive=True)
     assert bucket.files == {}
     storage.put("record", b"mine", exclusive=True)
+
+
+# Clocks.
+
+
+@pytest.mark.parametrize(
+    ("by_s", "is_said"), [(0.0, False), (55.0, False), (-55.0, False), (70.0, True), (-70.0, True)]
+)
+def test_a_clock_that_differs_from_the_stores_is_a_weakness(by_s: float, is_said: bool) -> None:
+    """More than a minute is said, with both times and what to do. Nothing is refused."""
+    storage = ObjectStorage(MemoryClient(Bucket(lambda: time.time() + by_s)), "", "job")
+    storage.check()
+    found = storage.weaknesses()
+    assert bool(found) == is_said
+    for text in found:
+        assert len(re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", text)) == 2
+        assert "NTP" in text
+    storage.check()
+    assert len(storage.weaknesses()) == len(found)
+
+
+def test_a_store_that_does_not_tell_its_time_is_used() -> None:
+    """No save needs it."""
+
+    class Timeless(Client):
+        def now(self) -> float:
+            raise StorageAccessError("403")
+
+    storage = ObjectStorage(Timeless(Bucket()), "", "job")
+    storage.check()
+    assert storage.weaknesses() == []
 
 
 # Answers that are not true.
