@@ -66,6 +66,12 @@ class StorageAccessError(StorageError):
     """The job does not have the right to do this."""
 
 
+class StorageCredentialsError(StorageAccessError):
+    """The store does not take the job's credentials any more, or there are none. Somebody may renew them."""
+
+    transient = True
+
+
 class StorageReadOnlyError(StorageError):
     """The volume is mounted read-only."""
 

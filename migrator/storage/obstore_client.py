@@ -22,6 +22,7 @@ from typing import Any
 
 from migrator.errors import (
     StorageAccessError,
+    StorageCredentialsError,
     StorageError,
     StorageForeignError,
     StorageNotFoundError,
@@ -29,7 +30,7 @@ from migrator.errors import (
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import scrubbed
-from migrator.storage.s3_client import CONNECT_S, PART, TO_DO, Patience, S3Client, pace
+from migrator.storage.s3_client import CONNECT_S, NO_CREDENTIALS, PART, RENEWED, TO_DO, Patience, S3Client, pace
 
 SENDERS = 6
 """Parts that are sent at the same time, at most."""
@@ -41,7 +42,7 @@ _PAUSE = timedelta(seconds=0.3)
 """Before a request is made again, at least."""
 _ANSWER_S = 3600.0
 """Seconds that a range may take on its way, as long as it comes."""
-_KEPT_S = 300.0
+_KEPT_S = 10.0
 """Seconds for which obstore keeps credentials that botocore gave it. botocore renews them before they expire."""
 
 
@@ -50,8 +51,8 @@ class ObstoreClient(S3Client):
 
     name = "obstore"
 
-    def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
-        super().__init__(bucket, grace_s=grace_s)
+    def connect(self) -> None:
+        super().connect()
 
         def reading(patience: Patience) -> Any:
             silence, whole = timedelta(seconds=patience.silence_s), timedelta(seconds=_ANSWER_S)
@@ -74,7 +75,7 @@ class ObstoreClient(S3Client):
         def credentials() -> Any:
             found = session.get_credentials()
             if found is None:
-                raise StorageAccessError("there are no credentials for the store")
+                raise StorageCredentialsError(f"there are no credentials for the store. {NO_CREDENTIALS}.")
             frozen = found.get_frozen_credentials()
             until = datetime.now(timezone.utc) + timedelta(seconds=_KEPT_S)
             named = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "expires_at": until}
@@ -122,7 +123,8 @@ class ObstoreClient(S3Client):
             if "non-partial" in str(error):
                 # The store has answered a ranged request with the whole object.
                 return super().read_by_library(key, buffer, offset, etag=etag)
-            raise as_storage_error(error, f"read {self.where}{key}", is_conditional=etag is not None) from None
+            doing = f"read {self.where}{key}"
+            raise self.renew(as_storage_error(error, doing, is_conditional=etag is not None)) from None
         return read
 
     def upload(self, key: str, *, size: int = 0) -> Upload:
@@ -219,7 +221,7 @@ class ObstoreUpload(Upload):
 
     def _check(self) -> None:
         if self._error is not None:
-            error = as_storage_error(self._error, f"write {self._client.where}{self._key}")
+            error = self._client.renew(as_storage_error(self._error, f"write {self._client.where}{self._key}"))
             self._client.is_careful |= error.transient
             raise error from None
 
@@ -259,7 +261,7 @@ def as_storage_error(error: BaseException, doing: str, *, is_conditional: bool =
     for code, to_do in TO_DO.items():
         # Its kind does not say it: credentials that have expired are a bad request.
         if f"<Code>{code}</Code>" in str(error):
-            return StorageAccessError(f"{text}. {to_do}.")
+            return (StorageCredentialsError if code in RENEWED else StorageAccessError)(f"{text}. {to_do}.")
     if isinstance(error, exceptions.PreconditionError) and is_conditional:
         return StorageForeignError(f"{text}. It was replaced while it was read.")
     if isinstance(error, FileNotFoundError | exceptions.NotFoundError):

@@ -16,6 +16,7 @@ import email.utils
 import hashlib
 import os
 import threading
+import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from typing import Any
 
 from migrator.errors import (
     StorageAccessError,
+    StorageCredentialsError,
     StorageError,
     StorageExistsError,
     StorageForeignError,
@@ -67,16 +69,8 @@ _WRITER = "migrator-writer"
 _NOT_FOUND = {"NoSuchKey", "404", "NoSuchUpload", "NotFound"}
 _EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 _NO_RIGHT = {
-    *(
-        "AccessDenied",
-        "403",
-        "Forbidden",
-        "InvalidAccessKeyId",
-        "SignatureDoesNotMatch",
-        "ExpiredToken",
-        "InvalidToken",
-    ),
-    *("RequestTimeTooSkewed", "TokenRefreshRequired", "AllAccessDisabled", "AuthorizationHeaderMalformed"),
+    *("AccessDenied", "403", "Forbidden", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "AllAccessDisabled"),
+    "AuthorizationHeaderMalformed",
 }
 _REFUSED = {"NotImplemented", "501"}
 _FULL = {"QuotaExceeded", "507", "InsufficientStorage", "XMinioStorageFull"}
@@ -102,9 +96,16 @@ TO_DO = {
     "InvalidAccessKeyId": "The store does not know this access key; see AWS_ACCESS_KEY_ID or the role of the pod",
     "SignatureDoesNotMatch": "The secret key does not fit the access key; see AWS_SECRET_ACCESS_KEY",
     "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
+    "InvalidToken": "The store does not take the session token; see AWS_SESSION_TOKEN or the role of the pod",
+    "TokenRefreshRequired": "The credentials have expired; give the pod credentials that are renewed (a role)",
     "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
 }
 """By S3's name of an error: what helps."""
+RENEWED = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+"""Errors that credentials which somebody renews put an end to."""
+NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role"
+_RENEWED_S = 0.5
+"""Seconds before new credentials are looked for again: many requests may fail of the old ones together."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,6 @@ class S3Client(ObjectClient):
     name = "s3fs"
 
     def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
-        import s3fs
-
         self.bucket = bucket
         self.where = f"s3://{bucket}/"
         self.endpoint = configured_endpoint()
@@ -132,6 +131,15 @@ class S3Client(ObjectClient):
         self.calm = Patience(READ_S, TRIES)
         self.hurried = Patience(min(READ_S, max(1.0, grace_s * _OF_GRACE)), HURRIED_TRIES)
         self.hurried_upload = Patience(min(READ_S, max(1.0, grace_s * _UPLOAD_OF_GRACE)), HURRIED_TRIES)
+
+        self._renewing = threading.Lock()
+        self._renewed_s = 0.0
+        # Made now: in the last seconds of a pod there is no time for it.
+        self.connect()
+
+    def connect(self) -> None:
+        """Make what makes the requests, with the credentials that are found now."""
+        import s3fs
 
         def made(patience: Patience) -> Any:
             found = s3fs.S3FileSystem(
@@ -153,9 +161,18 @@ class S3Client(ObjectClient):
             found.retries = 1  # botocore repeats, within the limits above
             return found
 
-        # Made now: in the last seconds of a pod there is no time for it.
+        self.__dict__.pop("_plain", None)
         self._filesystems = {False: made(self.calm), True: made(self.hurried)}
         self._uploading = {False: self._filesystems[False], True: made(self.hurried_upload)}
+
+    def renew(self, error: StorageError) -> StorageError:
+        """Returns the error. After one of credentials the next request looks for new ones: libraries keep theirs."""
+        if isinstance(error, StorageCredentialsError):
+            with self._renewing:
+                if time.monotonic() - self._renewed_s > _RENEWED_S:
+                    self.connect()
+                    self._renewed_s = time.monotonic()
+        return error
 
     def hurry(self, is_on: bool = True) -> None:
         self.is_hurried = is_on
@@ -167,7 +184,8 @@ class S3Client(ObjectClient):
         try:
             found: dict[str, Any] = filesystems[self.is_hurried].call_s3(method, Bucket=self.bucket, **of, **fields)
         except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
-            raise _as_storage_error(error, f"{doing} {self.where}{key or fields.get('Prefix', '')}", method) from None
+            doing = f"{doing} {self.where}{key or fields.get('Prefix', '')}"
+            raise self.renew(_as_storage_error(error, doing, method)) from None
         return found
 
     def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None, writer: str = "") -> None:
@@ -226,17 +244,30 @@ class S3Client(ObjectClient):
                 return b""
             if etag is not None and _code(error) in _EXISTS:
                 raise StorageForeignError(f"{self.where}{key} was replaced while it was read") from None
-            raise _as_storage_error(error, f"read {self.where}{key}", "get_object") from None
+            raise self.renew(_as_storage_error(error, f"read {self.where}{key}", "get_object")) from None
         # Some stores answer a ranged request with the whole object.
         data, is_range = found
         return data[:size] if is_range else data[offset : offset + size]
 
     def head(self, key: str) -> Found | None:
         try:
-            answer = self.call("look at", "head_object", key)
+            answer = self._look("head_object", key)
         except StorageNotFoundError:
             return None
         return Found(answer["ContentLength"], answer["LastModified"].timestamp(), answer.get("ETag"), _writer(answer))
+
+    def _look(self, method: str, key: str | None = None) -> dict[str, Any]:
+        """A HEAD. Its refusal does not say why, so a request that is answered with a text is made behind it."""
+        try:
+            return self.call("look at", method, key)
+        except StorageAccessError as refused:
+            try:
+                self.call("list", "list_objects_v2", Prefix=key or "", MaxKeys=1)
+            except StorageCredentialsError as error:
+                raise error from None
+            except StorageError:
+                raise refused from None
+            raise
 
     def list(self, prefix: str) -> Listing:
         objects: dict[str, Found] = {}
@@ -290,7 +321,7 @@ class S3Client(ObjectClient):
             return
 
     def now(self) -> float:
-        answer = self.call("look at", "head_bucket")
+        answer = self._look("head_bucket")
         date = answer["ResponseMetadata"]["HTTPHeaders"]["date"]
         return email.utils.parsedate_to_datetime(date).timestamp()
 
@@ -425,6 +456,8 @@ def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError
     code, text = _code(error), f"cannot {doing}: {scrubbed(error)}"
     if code in ("NoSuchBucket", "InvalidBucketName"):
         return StorageAccessError(f"{text}. {TO_DO[code]}.")
+    if code in RENEWED:
+        return StorageCredentialsError(f"{text}. {TO_DO[code]}.")
     if code in _NO_RIGHT or isinstance(error, PermissionError):
         right = f"The job needs the right {_RIGHTS[method]} there (docs/s3.md)"
         return StorageAccessError(f"{text}. {TO_DO.get(code, right)}.")
@@ -437,5 +470,5 @@ def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError
     if code in _FULL:
         return StorageFullError(text)
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-        return StorageAccessError(f"{text}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role.")
+        return StorageCredentialsError(f"{text}. {NO_CREDENTIALS}.")
     return StorageTransientError(f"{text}. See whether the store answers (AWS_ENDPOINT_URL).")

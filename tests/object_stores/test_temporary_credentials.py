@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from migrator.errors import StorageAccessError
+from migrator.errors import StorageAccessError, StorageCredentialsError
 from migrator.storage import obstore_client, s3_client
 from migrator.storage.object_storage import ObjectStorage
 from migrator.storage.s3_client import S3Client
@@ -132,6 +133,40 @@ def test_credentials_that_are_revoked_in_an_upload_are_named(
     assert storage.leftovers("ckpt") == []
 
 
+def test_keys_that_are_replaced_in_their_file_are_found_again(
+    own: S3Server, env: dict[str, str], client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries read the file once. Who is refused reads it again: a save that fails of old keys is tried again."""
+
+    def written(user: User) -> None:
+        own.change_users(own.users[0], user)
+        text = f"[default]\naws_access_key_id = {user.key}\naws_secret_access_key = {user.secret}\n"
+        (tmp_path / "keys").write_text(text)
+
+    (tmp_path / "aws-config").write_text("[default]\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setattr(s3_client, "_RENEWED_S", 0.0)
+    written(User("job", FULL))
+    storage = ObjectStorage(CLIENTS[client](BUCKET), uuid.uuid4().hex, "job")
+    storage.put("record", b"1", exclusive=True)
+
+    def upload() -> None:
+        with storage.upload("ckpt/part") as file:
+            file.write([memoryview(b"part")])
+            file.finish()
+
+    def read() -> None:
+        with storage.open("ckpt/part") as file:
+            file.read([memoryview(bytearray(4))], 0)
+
+    for act in (upload, read, lambda: storage.put("record", b"2", exclusive=False)):
+        act()
+        written(User("job", FULL))
+        with suppress(StorageCredentialsError):  # some requests are made again by ourselves
+            act()
+        act()
+
+
 def test_credentials_that_have_expired_are_no_fault_of_the_store(env: dict[str, str]) -> None:
     """S3 answers them with 400, as a bad request; obstore gives that no kind of its own."""
     from obstore.exceptions import GenericError
@@ -143,29 +178,38 @@ def test_credentials_that_have_expired_are_no_fault_of_the_store(env: dict[str, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("is_given", [True, False], ids=["renewed", "gone"])
 def test_a_job_whose_credentials_are_revoked_in_its_last_save(
-    stored: Job, own: S3Server, give: Give, first: User
+    stored: Job, own: S3Server, give: Give, first: User, is_given: bool
 ) -> None:
-    """The save fails at once and says why, to the log and to the hook. The ckpt before is intact, and is resumed."""
+    """The save is tried again until the deadline. It is made if there are new ones; else the log and the hook hear why,
+    and the ckpt before is intact, and is resumed."""
     bucket = Bucket(ObjectStorage(S3Client(BUCKET), stored.url.rpartition("/")[2], "default"))
     before = stored.run()
     before.wait_for("^step 3$")
     ends(before)
     (expected,) = bucket.whole()
 
-    life = stored.run(HALT="finish:1", HOW="hold")
+    life = stored.run(HALT="finish:1", HOW="hold", MIGRATOR_GRACE_S="10")
     life.wait_for("^step 6$")
     life.kill()
     life.wait_for("^halts finish:1$")
     renewed = User("job", FULL)
     own.change_users(own.users[0], renewed)
     (stored.directory / "go").touch()
+    life.wait_for("save_retry .*does not know this access key")
+    if is_given:
+        give(renewed)
     assert life.wait() == 143, life.text
     (leaving,) = life.events("leaving")
-    assert leaving["ckpt"] == "None"
-    said = next(line for line in life.text.splitlines() if " leaving " in line)
-    assert "does not know this access key" in said
-    assert f"the ckpt before is untouched: {expected}" in said
+    if is_given:
+        expected = leaving["ckpt"]
+        assert expected != "None", life.text
+    else:
+        assert leaving["ckpt"] == "None"
+        said = next(line for line in life.text.splitlines() if " leaving " in line)
+        assert "does not know this access key" in said
+        assert f"the ckpt before is untouched: {expected}" in said
     assert first.secret not in life.text
 
     give(renewed)
