@@ -10,9 +10,9 @@ which is less work than a state is.
 - `server`: SeaweedFS, a real one. It shares the machine, so it sets the pace; look at the CPU.
 - `sink`: `s3_sink.py`, which moves as few bytes as possible. The pace is that of the client.
 
-Each row runs in a fresh process, in turn with all others, several rounds; medians. Imports, the client and one small
-transfer come first and do not count. CPU is that of this process (user and system). Memory is the peak beyond what the
-process had when the transfer began, with the state.
+Each row runs in a fresh process, in turn with all others, in another order each round, several rounds; medians.
+Imports, the client and one small transfer come first and do not count. CPU is that of this process (user and system).
+Memory is the peak beyond what the process had when the transfer began, with the state.
 
 Every library is used at its fastest, as far as its public interface goes (`ROWS`). "raw HTTP" is the limit:
 `http.client` on a few threads, parts and ranges straight from and to memory. `--memory` shows ours alone, for growing
@@ -35,6 +35,7 @@ import http.client
 import io
 import json
 import os
+import random
 import re
 import resource
 import shutil
@@ -843,10 +844,12 @@ def compare(setting: Setting, names: list[str], rounds: int, lacks: Mapping[str,
     """All rows in turn, and a table for each direction."""
     results: dict[str, dict[str, list[dict[str, Any]]]] = {"up": {}, "down": {}}
     errors: dict[tuple[str, str], str] = {}
-    for _ in range(rounds):
+    for turn in range(rounds):
         for way, of_way in results.items():
-            for name in names:
+            # Another order in each round: a row may pay for what the one before has left in the server's caches.
+            for name in random.Random(turn).sample(names, len(names)):
                 row = ROWS[name]
+                os.sync()
                 if getattr(row, way) is None or (way, name) in errors:
                     continue
                 found = (

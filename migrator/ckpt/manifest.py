@@ -45,6 +45,8 @@ class PartRecord:
     bytes: int
     digest: str
     blocks: tuple[str, ...]
+    header: tuple[int, str] | None = None
+    """Bytes and digest of the file's header, so that it can be proven before a whole block was read; None: unknown."""
     tensor_digests: Mapping[str, builtins.bytes] = field(default_factory=dict, compare=False, repr=False)
     """The digest of each tensor as it was written. Only the writer knows it."""
     as_read: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -52,6 +54,8 @@ class PartRecord:
 
     def to_json(self) -> dict[str, Any]:
         known = {"name": self.name, "bytes": self.bytes, "digest": self.digest, "blocks": list(self.blocks)}
+        if self.header is not None:
+            known["header"] = {"bytes": self.header[0], "digest": self.header[1]}
         return {**self.as_read, **known}
 
 
@@ -153,10 +157,15 @@ def _part(found: Any) -> PartRecord:
     blocks = _typed(part["blocks"], list, f"blocks of {name}")
     if len(blocks) != block_count(size):
         raise CkptCorrupt(f"the manifest has {len(blocks)} block digests for {size} bytes of {name}")
-    for digest in (part["digest"], *blocks):
+    header = None
+    if "header" in part:
+        entry = _typed(part["header"], dict, f"header of {name}")
+        _expect_fields(entry, ("bytes", "digest"), f"header of {name}")
+        header = (_count(entry["bytes"], f"size of the header of {name}", least=8), entry["digest"])
+    for digest in (part["digest"], *blocks, *([] if header is None else [header[1]])):
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise CkptCorrupt(f"the manifest has {digest!r:.80} as a digest in {name}")
-    return PartRecord(name, size, part["digest"], tuple(blocks), as_read=part)
+    return PartRecord(name, size, part["digest"], tuple(blocks), header, as_read=part)
 
 
 def objects_from(found: Any) -> dict[str, dict[str, Any]]:

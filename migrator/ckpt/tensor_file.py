@@ -167,7 +167,8 @@ def write_part(
             raise SaveFailed(f"the ckpt {ckpt} is committed; its part {part} cannot be written again")
         file.finish()
     whole, blocks = digest.finish()
-    return PartRecord(part, layout.size, whole, blocks, tensor_digests.done())
+    header = (len(layout.header), block_digest([memoryview(layout.header)]))
+    return PartRecord(part, layout.size, whole, blocks, header, tensor_digests.done())
 
 
 def read_part(
@@ -190,7 +191,7 @@ def read_part(
     try:
         _check_record(record, size)
         with storage.open(name) as file:
-            header, read = _proven_header(file, record)
+            header, read = _own_header(file, record) or _proven_header(file, record)
             layout = Layout.parse(header, record.bytes)
             tensors = {place.name: _home(place, homes or {}) for place in layout.places}
             _fill(file, record, layout, tensors, read=read, progress=progress)
@@ -297,6 +298,16 @@ def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
     for buffer in buffers:
         buffer[:] = data[at : at + len(buffer)]
         at += len(buffer)
+
+
+def _own_header(file: Reader, record: PartRecord) -> tuple[bytes, dict[int, memoryview]] | None:
+    """The header, proven by its own digest; None if the record has none, or something is wrong."""
+    size, digest = record.header or (0, "")
+    if not 8 < size <= min(record.bytes, _HEADER_MAX):
+        return None
+    buffer = memoryview(bytearray(size))
+    file.read([buffer], 0)
+    return (bytes(buffer), {}) if block_digest([buffer]) == digest else None
 
 
 def _proven_header(file: Reader, record: PartRecord) -> tuple[bytes, dict[int, memoryview]]:

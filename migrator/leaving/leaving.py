@@ -56,6 +56,8 @@ class Leaving:
         self._exits_once = threading.RLock()
         self.notice: Notice | None = None
         self.outcome: Outcome | None = None
+        self._is_given_up = False
+        """The process ends while its last save still waits for the storage, and that was said."""
         self.is_decided = threading.Event()
         self.main_is_out = threading.Event()
         self.hook: int | None = None
@@ -143,6 +145,10 @@ class Leaving:
             self.script_end.watch()  # the script may catch the exception
             quieten_sigchld()  # a dying loader worker must not interrupt the script's clean-up
         outcome = self.outcome
+        if outcome is None and not self._is_given_up:
+            self._is_given_up = True
+            why = f"the storage did not answer for {time.monotonic() - self.advanced_s:.0f} s, and the deadline is over"
+            log("save_failed", level=logging.ERROR, why=why)
         return Migrated(
             self._exit_code,
             ckpt=outcome.ckpt if outcome else None,

@@ -39,7 +39,7 @@ def test_the_times_and_sizes_are_those_of_the_code() -> None:
     # As the clients say of themselves.
     held = max(s3_client.PART * (obstore_client.SENDERS + 4), s3_client.PART * (s3_client.SENDERS + 2))
     assert held < 170 * 1_000_000
-    assert f"keeps what it got for {obstore_client._KEPT_S / 60:.0f} minutes at most" in text
+    assert f"keeps what it got for {obstore_client._KEPT_S:.0f} seconds at most" in text
     assert f"ranges of {object_storage.RANGE >> 20} MB, eight at a time" in text
     assert object_storage.READERS == 8
 

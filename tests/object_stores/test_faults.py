@@ -20,6 +20,7 @@ from migrator.storage import obstore_client, s3_client
 from migrator.storage.object_storage import ObjectStorage
 from migrator.testing.s3_server import S3Server
 from tests.object_stores.conftest import BUCKET, CLIENTS
+from tests.support.halting_jobs import HALTING
 from tests.support.harness import ROOT, Job
 from tests.support.tcp_faults import FaultyProxy
 
@@ -372,6 +373,21 @@ def test_a_job_whose_store_is_cut_when_it_has_to_leave(
     assert last.wait() == 0, last.text
     expected = leaving["ckpt"] if healed_s is not None else before
     assert last.events("loaded")[0]["ckpt"] == expected, last.text
+
+
+@pytest.mark.long
+def test_a_save_that_hangs_until_the_deadline_is_told_of(stored: Job) -> None:
+    """The pod ends in time with 143, and says that its last steps are not saved."""
+    stored.use(HALTING)
+    stored.env["MIGRATOR_EVERY"] = "off"
+    life = stored.run(HALT="finish:1", HOW="hold", MIGRATOR_GRACE_S="3")
+    life.wait_for("^step 3$")
+    life.kill()
+    life.wait_for("^halts finish:1$")
+    assert life.wait(30) == 143, life.text
+    (failed,) = life.events("save_failed")
+    assert "did not answer" in failed["why"]
+    assert life.events("leaving") == []
 
 
 def test_a_client_is_made_without_an_endpoint(client: str, monkeypatch: pytest.MonkeyPatch) -> None:

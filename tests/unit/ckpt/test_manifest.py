@@ -28,7 +28,7 @@ def example() -> Manifest:
         job="mnist",
         ranks=2,
         parts=(
-            PartRecord(part_name(0, 2), 2 * BLOCK + 1, "0" * 32, ("1" * 32, "2" * 32, "3" * 32)),
+            PartRecord(part_name(0, 2), 2 * BLOCK + 1, "0" * 32, ("1" * 32, "2" * 32, "3" * 32), (4096, "5" * 32)),
             PartRecord(part_name(1, 2), 0, "4" * 32, ()),
         ),
         objects={"model": {"kind": "module", "tree": {"lr": 0.1, "größe": [1, None, "\ud800"]}}},

@@ -584,6 +584,33 @@ def test_a_bad_header_is_found_before_anything_is_read_on_its_word(storage: Posi
     assert not homes["b"].any()
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_header_is_proven_by_its_own_digest_or_by_that_of_its_block(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """With its own nothing is read twice. Older records do not have it."""
+    record = write_part(storage, PART, {"a": torch.ones(5000)})
+    record = replace(record, header=record.header if is_known else None)
+    spans: list[tuple[int, int]] = []
+    real = PosixReader.read
+
+    def read(reader: PosixReader, buffers: Any, offset: int) -> None:
+        spans.append((offset, sum(map(len, buffers))))
+        real(reader, buffers, offset)
+
+    monkeypatch.setattr(PosixReader, "read", read)
+    assert torch.equal(read_part(storage, CKPT, record)["a"], torch.ones(5000))
+    assert spans == ([(0, 4096), (0, record.bytes)] if is_known else [(0, record.bytes)])
+
+
+def test_a_header_with_the_digest_of_another_is_proven_by_its_block(storage: PosixStorage) -> None:
+    """Whatever the record says of the header, the blocks decide."""
+    record = write_part(storage, PART, {"a": torch.ones(5)})
+    for header in ((4096, "0" * 32), (9, "0" * 32), (1 << 40, "0" * 32)):
+        found = read_part(storage, CKPT, replace(record, header=header))
+        assert torch.equal(found["a"], torch.ones(5))
+
+
 def test_gaps_and_overlaps_are_found_in_the_header_itself() -> None:
     """Every byte belongs to one tensor."""
     for start, size in ((8, 16), (0, 8), (4, 12)):
