@@ -147,7 +147,8 @@ class Leaving:
         outcome = self.outcome
         if outcome is None and not self._is_given_up:
             self._is_given_up = True
-            why = f"the storage did not answer for {time.monotonic() - self.advanced_s:.0f} s, and the deadline is over"
+            stuck_s = time.monotonic() - self.advanced_s
+            why = f"the save has made no progress for {stuck_s:.0f} s, and the deadline is over: see the storage"
             log("save_failed", level=logging.ERROR, why=why)
         return Migrated(
             self._exit_code,

@@ -132,7 +132,12 @@ class Attempt:
         mine = RankRecord(self._context.rank, plan.at, plan.digest, same, state.objects, state.extra)
         if self._context.size == 1:
             # One file for all: no other rank writes.
-            mine = replace(mine, shares={0: self._write(part_name(0, 1), list(self._tensors))})
+            self._context.tries[self.name] += 1
+            tries = self._context.tries[self.name]
+            # Else what a try before has begun could act on the name later.
+            is_new = tries > 1 and self._context.storage.acts_late
+            name = part_name(0, 1, rank=0, attempt=tries) if is_new else part_name(0, 1)
+            mine = replace(mine, shares={0: self._write(name, list(self._tensors))})
         elif self._context.writes:
             self._context.tries[self.name] += 1
             if share is not None:
@@ -232,8 +237,9 @@ class Attempt:
             file_in(self.name, name),
             {key: self._reader(key) for key in keys},
             after_block=self._after_block,
-            # What the loop may change when it is let through must have been taken by then.
-            hold=lambda: self._is_apart or not self._may_open,
+            # What the script may still change must have been taken by then: the loop when it is let through, and an
+            # evaluation that the notice met, which may put other weights in for a while.
+            hold=lambda: self._is_apart or (not self._may_open and self._context.gate.someone_waits),
         )
         log("part_written", ckpt=self.name, bytes=part.bytes)
         wrong = [key for key, digest in part.tensor_digests.items() if self._announced.get(key) not in (None, digest)]

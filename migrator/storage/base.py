@@ -13,7 +13,8 @@ What holds for every verb:
   `list` is the verb to rely on for that: a network file system may answer `size` of one name from an old cache.
   An object store with a LIST that lags behind cannot keep this, and `check` refuses it.
 - A failure is a `StorageError`, and its class says which kind: `StorageNotFoundError` (no file of ours is there),
-  `StorageForeignError` (something else is there), `StorageExistsError`, `StorageFullError`, `StorageAccessError`,
+  `StorageForeignError` (something else is there), `StorageExistsError`, `StorageFullError`, `StorageAccessError`
+  (`StorageCredentialsError` if it may pass),
   `StorageReadOnlyError`, `StorageTransientError`. Nothing else leaves a verb. After a failure the verb may have acted
   all the same, so a caller for whom that matters looks.
 
@@ -56,6 +57,8 @@ class Storage(ABC):
 
     root: Path | str
     """What all jobs share, for messages."""
+    acts_late = False
+    """A write that failed may still act when another one of the same name has succeeded."""
 
     @abstractmethod
     def where(self, name: str = "") -> str:
@@ -88,7 +91,7 @@ class Storage(ABC):
         `check` is called when the bytes are safe and have no name yet. If it raises, no name is given and its error is
         raised. If `delete_all` is called on the directory after `check` has looked, the bytes are deleted too: `put`
         fails, and the name does not stay. So an object store calls `check` once more after the PUT, and deletes the
-        name if it raises.
+        name if it raises. If the store fails while it looks, the name stays, and the error says that it may pass.
         """
 
     @abstractmethod

@@ -22,7 +22,7 @@ from migrator.storage.base import Upload
 _SECRETS = re.compile(
     r"(?ix)"
     # S3, and signed URLs of all
-    r"(X-(?:Amz|Goog)-[A-Za-z-]+=|AWSAccessKeyId=|Signature=|Credential=|SessionToken[\"'>:=\s]+"
+    r"(X-(?:Amz|Goog)-[A-Za-z-]+[=:]\s*|<Token-[0-9]+>|WebIdentityToken[\"'>:=\s]+|AWSAccessKeyId=|Signature=|Credential=|SessionToken[\"'>:=\s]+"
     r"|AccessKeyId[\"'>:=\s]+|SecretAccessKey[\"'>:=\s]+"
     # headers; the value has the scheme in front of it
     r"|Authorization[\"']?[:=\s]*[\"']?(?:(?:Bearer|Basic|SharedKey(?:Lite)?|AWS4-HMAC-SHA256)\s+)?|Bearer\s+"

@@ -48,6 +48,8 @@ _TRIES = 4
 """How often a PUT that must act once is made, and a range is read."""
 _PAUSE_S = 0.1
 """Seconds before it is made again; doubled each time."""
+_ROUNDS = 100
+"""How often what is left of a directory is listed and deleted."""
 _CLAIM_TRIES = 8
 """How often a writer that met another claim tries again."""
 _CLAIM_PAUSE_S = 0.05
@@ -69,6 +71,7 @@ class ObjectStorage(Storage):
     """The objects `<prefix>/<job>/...`; all names are relative to that."""
 
     root: str
+    acts_late = True
 
     def __init__(self, client: ObjectClient, prefix: str, job: str) -> None:
         check_job(job)
@@ -169,12 +172,29 @@ class ObjectStorage(Storage):
         else:
             with self._claimed(key):
                 self._put_over(key, data)
-        try:
-            check()
-        except BaseException:
-            with suppress(StorageError):
-                self.client.delete(key)
-            raise
+        self._check_again(key, check)
+
+    def _check_again(self, key: str, check: Callable[[], None]) -> None:
+        for turn in range(_TRIES):
+            try:
+                return check()
+            except StorageError as error:
+                # A request that failed says nothing against the name. Deleting it now might undo what others have seen.
+                if error.transient:
+                    if turn + 1 == _TRIES:
+                        raise
+                else:
+                    self._withdraw(key)
+                    raise
+            except BaseException:
+                self._withdraw(key)
+                raise
+            time.sleep(_PAUSE_S * 2**turn)
+        return None
+
+    def _withdraw(self, key: str) -> None:
+        with suppress(StorageError):
+            self.client.delete(key)
 
     def _honours_conditions(self) -> bool:
         if self.conditions is Conditions.UNKNOWN:
@@ -199,7 +219,9 @@ class ObjectStorage(Storage):
                 found = self.client.head(key)
                 if found is not None and found.writer == writer:
                     return
-                raise StorageExistsError(f"{self.client.where}{key} is there already, of another writer") from error
+                # Amazon also refuses one of two that arrive together, and both may be gone.
+                if found is not None or turn + 1 == _TRIES:
+                    raise StorageExistsError(f"{self.client.where}{key} is there already, of another writer") from error
             except StorageError as error:
                 # Made again, it finds the name taken if it has acted.
                 if not error.transient or turn + 1 == _TRIES:
@@ -228,7 +250,8 @@ class ObjectStorage(Storage):
                     yield
                     return
             finally:
-                self.client.delete(claim)
+                # What is left of it is a leftover; the name may have been given.
+                self._withdraw(claim)
             time.sleep(_CLAIM_PAUSE_S * turn * random.random())
         raise StorageExistsError(f"{self.client.where}{key} is there already, or claimed by another writer")
 
@@ -328,9 +351,14 @@ class ObjectStorage(Storage):
             if pending.key == key or pending.key.startswith(f"{key}/"):
                 self.client.abort(pending)
         # Until nothing is left: a writer that looked before may still finish its name here.
-        while there := self.client.list(f"{key}/").objects:
+        for _ in range(_ROUNDS):
+            there = self.client.list(f"{key}/").objects
+            if not there:
+                break
             for found in there:
                 self.client.delete(f"{key}/{found}")
+        else:
+            raise StorageTransientError(f"{self.where(name)}: what is deleted there is listed again and again")
         self.client.delete(key)
 
     def _pending(self, name: str) -> PendingUpload | None:

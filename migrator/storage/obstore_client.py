@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -25,12 +27,13 @@ from migrator.errors import (
     StorageCredentialsError,
     StorageError,
     StorageForeignError,
+    StorageFullError,
     StorageNotFoundError,
     StorageTransientError,
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import scrubbed
-from migrator.storage.s3_client import CONNECT_S, NO_CREDENTIALS, PART, RENEWED, TO_DO, Patience, S3Client, pace
+from migrator.storage.s3_client import CONNECT_S, FULL, NO_CREDENTIALS, PART, RENEWED, TO_DO, Patience, S3Client, pace
 
 SENDERS = 6
 """Parts that are sent at the same time, at most."""
@@ -38,6 +41,8 @@ _SMALL = 256 << 10
 """Smaller buffers are joined: each one that obstore gets costs a turn of the interpreter."""
 _CHUNK = 128 << 10
 """Bytes, about, that a read hands over at a time: few enough to stay in the processor's cache."""
+_LOOK_S = 0.05
+"""Seconds between two looks at a thread that is waited for."""
 _PAUSE = timedelta(seconds=0.3)
 """Before a request is made again, at least."""
 _ANSWER_S = 3600.0
@@ -85,7 +90,7 @@ class ObstoreClient(S3Client):
             self.bucket,
             # Not None: obstore takes only a text. Without one it asks AWS.
             **dict[str, Any]({} if endpoint is None else {"endpoint": endpoint}),
-            region=session.get_config_variable("region") or "us-east-1",
+            region=self.region,
             credential_provider=credentials,
             # TLS protects the bytes on the way, and every block has a digest of our own.
             unsigned_payload=True,
@@ -145,6 +150,8 @@ class ObstoreUpload(Upload):
         self._has_begun = threading.Event()
         self._error: BaseException | None = None
         self._is_over = False
+        self._is_left = False
+        """It was waited for long enough."""
         self._thread = threading.Thread(target=self._run, name="migrator-put", daemon=True)
         self._thread.start()
         # obstore asks for the first bytes when the upload is pending.
@@ -186,20 +193,36 @@ class ObstoreUpload(Upload):
                 self._hand(pieces)
 
     def _hand(self, pieces: list[bytes | memoryview] | type[_GivenUp] | None) -> None:
-        while True:
-            if self._is_over:
-                self._check()
-                return
-            try:
-                self._queue.put(pieces, timeout=0.05)
-            except queue.Full:
+        """Give the thread something to send, or to end with. Waits while there is too much."""
+
+        def is_handed() -> bool:
+            with suppress(queue.Full):
+                self._queue.put(pieces, timeout=_LOOK_S)
+                return True
+            return self._is_over
+
+        self._wait(is_handed)
+        if self._is_over:
+            self._check()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Behind a notice not longer than a part may take: what began before it has the patience of that time."""
+        hurried_s: float | None = None
+        while not is_done():
+            if not self._client.is_hurried:
                 continue
-            return
+            hurried_s = hurried_s or time.monotonic()
+            if time.monotonic() - hurried_s > self._client.patience_s:
+                self._is_left = True
+                raise StorageTransientError(
+                    f"cannot write {self._client.where}{self._key}: no part of it arrived within "
+                    f"{self._client.patience_s:g} s, and the pod must leave"
+                )
 
     def finish(self) -> None:
         self._hand(self._rest)
         self._hand(None)
-        self._thread.join()
+        self._wait(self._is_joined)
         try:
             self._check()
         except StorageError as error:
@@ -208,6 +231,10 @@ class ObstoreUpload(Upload):
                 raise
         self._client.is_careful = False
 
+    def _is_joined(self) -> bool:
+        self._thread.join(_LOOK_S)
+        return not self._thread.is_alive()
+
     def _is_finished(self) -> bool:
         if any(pending.key == self._key for pending in self._client.uploads(self._key)):
             return False
@@ -215,14 +242,22 @@ class ObstoreUpload(Upload):
         return found is not None and found.size == self.bytes
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._hand(_GivenUp)
-            self._thread.join()
+        # What failed before says more than this does.
+        with suppress(StorageError):
+            if self._thread.is_alive() and not self._is_left:
+                self._hand(_GivenUp)
+                self._wait(self._is_joined)
+        if self._is_left and self._thread.is_alive():
+            # The thread hangs, and ends with the process. Without its upload it can do nothing.
+            with suppress(StorageError):
+                for pending in self._client.uploads(self._key):
+                    if pending.key == self._key:
+                        self._client.abort(pending)
 
     def _check(self) -> None:
         if self._error is not None:
             error = self._client.renew(as_storage_error(self._error, f"write {self._client.where}{self._key}"))
-            self._client.is_careful |= error.transient
+            self._client.is_careful |= isinstance(error, StorageTransientError)
             raise error from None
 
 
@@ -262,6 +297,8 @@ def as_storage_error(error: BaseException, doing: str, *, is_conditional: bool =
         # Its kind does not say it: credentials that have expired are a bad request.
         if f"<Code>{code}</Code>" in str(error):
             return (StorageCredentialsError if code in RENEWED else StorageAccessError)(f"{text}. {to_do}.")
+    if any(f"<Code>{code}</Code>" in str(error) for code in FULL):
+        return StorageFullError(text)
     if isinstance(error, exceptions.PreconditionError) and is_conditional:
         return StorageForeignError(f"{text}. It was replaced while it was read.")
     if isinstance(error, FileNotFoundError | exceptions.NotFoundError):

@@ -30,13 +30,12 @@ _KEPT_S = 300.0
 class PlainHttp:
     """The objects of one bucket."""
 
-    def __init__(self, endpoint: str, bucket: str, silence_s: float) -> None:
+    def __init__(self, endpoint: str, region: str, bucket: str, silence_s: float) -> None:
         import botocore.config
         import botocore.session
 
         session = botocore.session.get_session()
         config = botocore.config.Config(signature_version="s3v4", s3={"addressing_style": "path"})
-        region = session.get_config_variable("region") or "us-east-1"
         self._client: Any = session.create_client("s3", endpoint_url=endpoint, region_name=region, config=config)
         self._host = urllib.parse.urlsplit(endpoint).netloc
         self._bucket = bucket
@@ -108,7 +107,7 @@ class PlainHttp:
         return target
 
 
-def plain_http(endpoint: str | None, bucket: str, silence_s: float) -> PlainHttp | None:
+def plain_http(endpoint: str | None, region: str, bucket: str, silence_s: float) -> PlainHttp | None:
     """For a store that is reached so; None for all others."""
     if endpoint is None or not endpoint.startswith("http://"):
         return None
@@ -116,5 +115,5 @@ def plain_http(endpoint: str | None, bucket: str, silence_s: float) -> PlainHttp
     if "http" in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
         return None
     with suppress(Exception):  # no credentials, for instance: the library says so
-        return PlainHttp(endpoint, bucket, silence_s)
+        return PlainHttp(endpoint, region, bucket, silence_s)
     return None

@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from migrator.errors import (
+    SettingsError,
     StorageAccessError,
     StorageCredentialsError,
     StorageError,
@@ -45,14 +46,14 @@ from migrator.storage.object_client import (
 from migrator.storage.plain_http import PlainHttp, plain_http
 
 PART = 16 << 20
-"""Bytes of one part of a large upload, at least."""
+"""Bytes of one part of a large object. Those of smaller ones are smaller: `pace`."""
 _PART_MIN, _PARTS = 5 << 20, 9_000
 """S3 takes 10,000 parts of 5 MiB to 5 GiB; R2 wants all but the last of one size."""
 SENDERS = 4
 """Parts that are sent at the same time, at most. Each is in memory once more."""
 _AT_ONCE = 1 / 4
-"""Not more than this part of an object is under way at the same time: on a link that is just fast enough for it,
-requests must be over in a part of the time that the whole object may take."""
+"""Not more than this part of an object is under way at the same time. So on a link that is just fast enough for it each
+request is over well before the time for the whole object is."""
 TRIES = 6
 """How often a request is made at most, by the library."""
 HURRIED_TRIES = 3
@@ -73,7 +74,7 @@ _NO_RIGHT = {
     "AuthorizationHeaderMalformed",
 }
 _REFUSED = {"NotImplemented", "501"}
-_FULL = {"QuotaExceeded", "507", "InsufficientStorage", "XMinioStorageFull"}
+FULL = {"QuotaExceeded", "507", "InsufficientStorage", "XMinioStorageFull"}
 
 _RIGHTS = {
     "put_object": "s3:PutObject",
@@ -98,19 +99,29 @@ TO_DO = {
     "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
     "InvalidToken": "The store does not take the session token; see AWS_SESSION_TOKEN or the role of the pod",
     "TokenRefreshRequired": "The credentials have expired; give the pod credentials that are renewed (a role)",
+    "ExpiredTokenException": "The credentials have expired; give the pod credentials that are renewed (a role)",
+    "AuthorizationHeaderMalformed": "The bucket is in another region; set AWS_REGION to its region",
     "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
 }
 """By S3's name of an error: what helps."""
-RENEWED = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
+RENEWED = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "ExpiredTokenException"}
 """Errors that credentials which somebody renews put an end to."""
 NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role"
+_NO_CREDENTIALS = {
+    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
+    *("SSOTokenLoadError", "UnauthorizedSSOTokenError"),
+}
 _RENEWED_S = 0.5
 """Seconds before new credentials are looked for again: many requests may fail of the old ones together."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """When a request is given up and made again, and how often."""
+    """When a request is given up and made again, and how often.
+
+    The libraries make it again, also where the store answers 503 (SlowDown) or 500: botocore in its mode "standard",
+    obstore by its `retry_config`. An error that is left then is a `StorageTransientError`.
+    """
 
     silence_s: float
     tries: int
@@ -124,7 +135,7 @@ class S3Client(ObjectClient):
     def __init__(self, bucket: str, *, grace_s: float = 30.0) -> None:
         self.bucket = bucket
         self.where = f"s3://{bucket}/"
-        self.endpoint = configured_endpoint()
+        self.endpoint, self.region = configured()
         self.is_hurried = False
         self.is_careful = False
         """An upload failed for a reason that may be a slow link: the next one sends one small part at a time."""
@@ -144,6 +155,7 @@ class S3Client(ObjectClient):
         def made(patience: Patience) -> Any:
             found = s3fs.S3FileSystem(
                 endpoint_url=self.endpoint,
+                client_kwargs={"region_name": self.region},
                 config_kwargs={
                     "connect_timeout": CONNECT_S,
                     "read_timeout": patience.silence_s,
@@ -162,8 +174,9 @@ class S3Client(ObjectClient):
             return found
 
         self.__dict__.pop("_plain", None)
-        self._filesystems = {False: made(self.calm), True: made(self.hurried)}
-        self._uploading = {False: self._filesystems[False], True: made(self.hurried_upload)}
+        calm = made(self.calm)
+        self._filesystems = {False: calm, True: made(self.hurried)}
+        self._sending = {False: calm, True: made(self.hurried_upload)}
 
     def renew(self, error: StorageError) -> StorageError:
         """Returns the error. After one of credentials the next request looks for new ones: libraries keep theirs."""
@@ -177,10 +190,15 @@ class S3Client(ObjectClient):
     def hurry(self, is_on: bool = True) -> None:
         self.is_hurried = is_on
 
+    @property
+    def patience_s(self) -> float:
+        """How long a part may be on its way."""
+        return (self.hurried_upload if self.is_hurried else self.calm).silence_s
+
     def call(self, doing: str, method: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
         """One request; its answer, or an error of ours."""
         of = {} if key is None else {"Key": key}
-        filesystems = self._uploading if method == "upload_part" else self._filesystems
+        filesystems = self._sending if method == "upload_part" else self._filesystems
         try:
             found: dict[str, Any] = filesystems[self.is_hurried].call_s3(method, Bucket=self.bucket, **of, **fields)
         except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
@@ -207,7 +225,7 @@ class S3Client(ObjectClient):
 
     @cached_property
     def _plain(self) -> PlainHttp | None:
-        return plain_http(self.endpoint, self.bucket, self.calm.silence_s)
+        return plain_http(self.endpoint, self.region, self.bucket, self.calm.silence_s)
 
     def rest(self) -> None:
         if self._plain is not None:
@@ -263,7 +281,7 @@ class S3Client(ObjectClient):
         except StorageAccessError as refused:
             try:
                 self.call("list", "list_objects_v2", Prefix=key or "", MaxKeys=1)
-            except StorageCredentialsError as error:
+            except StorageAccessError as error:
                 raise error from None
             except StorageError:
                 raise refused from None
@@ -322,15 +340,28 @@ class S3Client(ObjectClient):
 
     def now(self) -> float:
         answer = self._look("head_bucket")
-        date = answer["ResponseMetadata"]["HTTPHeaders"]["date"]
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if date is None:
+            raise StorageError(f"{self.where} does not say what time it is: an answer has no Date")
         return email.utils.parsedate_to_datetime(date).timestamp()
 
 
-def configured_endpoint() -> str | None:
-    """The URL of the store, found as the AWS tools find it; None is Amazon's."""
+def configured() -> tuple[str | None, str]:
+    """The URL of the store, None for Amazon's, and its region: found as the AWS tools find them."""
+    import botocore.exceptions
     import botocore.session
 
     session = botocore.session.get_session()
+    try:
+        region = os.environ.get("AWS_REGION") or session.get_config_variable("region") or "us-east-1"
+        return _endpoint(session), region
+    except botocore.exceptions.BotoCoreError as error:
+        raise SettingsError(
+            f"S3 cannot be used: {scrubbed(error)}. See AWS_PROFILE, AWS_CONFIG_FILE and AWS_SHARED_CREDENTIALS_FILE."
+        ) from None
+
+
+def _endpoint(session: Any) -> str | None:
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
     profile = session.get_scoped_config()
@@ -395,7 +426,7 @@ class S3Upload(PartedUpload):
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
         except StorageError as error:
-            self._client.is_careful |= error.transient
+            self._client.is_careful |= isinstance(error, StorageTransientError)
             raise
         finally:
             self._room.release()
@@ -427,7 +458,9 @@ class S3Upload(PartedUpload):
         return found is not None and found.size == self.bytes
 
     def close(self) -> None:
-        wait(self._parts)
+        # Behind a notice not longer than a part may take: what hangs is aborted.
+        while wait(self._parts, timeout=self._client.patience_s).not_done and not self._client.is_hurried:
+            continue
         if not self._is_over:
             self._is_over = True
             try:
@@ -467,8 +500,8 @@ def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError
         return StorageNotFoundError(text)
     if code in _REFUSED or isinstance(error, NotImplementedError):
         return ConditionRefusedError(text)
-    if code in _FULL:
+    if code in FULL:
         return StorageFullError(text)
-    if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
+    if type(error).__name__ in _NO_CREDENTIALS:
         return StorageCredentialsError(f"{text}. {NO_CREDENTIALS}.")
     return StorageTransientError(f"{text}. See whether the store answers (AWS_ENDPOINT_URL).")

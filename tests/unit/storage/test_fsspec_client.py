@@ -491,6 +491,9 @@ def test_a_write_where_there_is_no_bucket_says_so(client: FsspecClient, monkeypa
         f"X-Amz-Security-Token={SECRET}",
         f"https://user:{SECRET}@host/a",
         f"<SecretAccessKey>{SECRET}</SecretAccessKey>",
+        f"<Code>ExpiredToken</Code><Token-0>{SECRET}</Token-0>",
+        f"x-amz-security-token:{SECRET}",
+        f"Action=AssumeRoleWithWebIdentity&WebIdentityToken={SECRET}&Version=1",
     ],
 )
 def test_no_credential_is_in_an_error(client: FsspecClient, text: str) -> None:

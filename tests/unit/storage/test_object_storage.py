@@ -228,6 +228,28 @@ def test_a_name_whose_check_fails_after_the_put_does_not_stay() -> None:
     assert client.bucket.files == {}
 
 
+@pytest.mark.parametrize("failures", [1, object_storage._TRIES - 1, 99])
+def test_a_request_that_fails_after_the_put_does_not_take_the_name_away(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have seen it, and the deletion might act later, when a look has found it."""
+    monkeypatch.setattr(object_storage, "_PAUSE_S", 0.0)
+    looks = iter([None, *[StorageTransientError("503")] * failures, *[None] * 9])
+
+    def check() -> None:
+        error = next(looks)
+        if error is not None:
+            raise error
+
+    client = Client(Bucket())
+    if failures < object_storage._TRIES:
+        of(client).put("ckpt/manifest", b"m", exclusive=True, check=check)
+    else:
+        with pytest.raises(StorageTransientError):
+            of(client).put("ckpt/manifest", b"m", exclusive=True, check=check)
+    assert of(client).get("ckpt/manifest") == b"m"
+
+
 # Changing.
 
 

@@ -94,7 +94,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 @pytest.fixture
 def plain(store: Store) -> PlainHttp:
-    return PlainHttp(store.endpoint, "bucket", 5.0)
+    return PlainHttp(store.endpoint, "us-east-1", "bucket", 5.0)
 
 
 def test_ranges_come_over_one_connection_and_are_signed(store: Store, plain: PlainHttp) -> None:
@@ -196,14 +196,14 @@ def test_a_url_is_not_used_until_its_credentials_expire(
 
 @pytest.mark.parametrize("endpoint", [None, "https://store.example"])
 def test_only_plain_http_is_read_so(endpoint: str | None) -> None:
-    assert plain_http(endpoint, "bucket", 5.0) is None
+    assert plain_http(endpoint, "us-east-1", "bucket", 5.0) is None
 
 
 def test_not_by_a_proxy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert plain_http("http://store.example", "bucket", 5.0) is None
+    assert plain_http("http://store.example", "us-east-1", "bucket", 5.0) is None
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert plain_http(store.endpoint, "bucket", 5.0) is not None
+    assert plain_http(store.endpoint, "us-east-1", "bucket", 5.0) is not None
 
 
 def test_without_credentials_the_library_says_so(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -211,5 +211,5 @@ def test_without_credentials_the_library_says_so(store: Store, monkeypatch: pyte
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    made = plain_http(store.endpoint, "bucket", 5.0)
+    made = plain_http(store.endpoint, "us-east-1", "bucket", 5.0)
     assert made is None or not made.fill("key", memoryview(bytearray(3)), 0, etag=None)
