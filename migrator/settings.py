@@ -80,7 +80,15 @@ _NO_STORE = {
 """Why, or what to do instead."""
 
 
+_TYPO = re.compile(r"(s3|gs|gcs|abfs|az|memory|file)(:(?!//)|//)")
+"""The beginning of a URL with a letter too few. As a directory it would lie on the container's own disk."""
+
+
 def _root(text: str) -> Path | str:
+    if text != text.strip():
+        raise ValueError(f"{_ROOT}, without blanks before and behind it")
+    if _TYPO.match(text):
+        raise ValueError(f"{_ROOT}; a URL has a colon and two slashes; a directory of such a name begins with ./")
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     if scheme and scheme.group(1) == "s3":
         if not _BUCKET.fullmatch(text) or "/../" in f"{text}/" or "/./" in f"{text}/":
@@ -92,7 +100,7 @@ def _root(text: str) -> Path | str:
     if scheme and scheme.group(1) in _STORES:
         return _in_store(scheme.group(1), text)
     if not scheme and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        raise ValueError(f"{_ROOT}; a URL has two slashes behind its colon")
+        raise ValueError(f"{_ROOT}; a URL has a colon and two slashes")
     if not scheme and re.match(r"[A-Za-z][A-Za-z0-9+.-]+::", text):
         raise ValueError(f"{_ROOT}; no chain of URLs: {_WRAPPER}")
     if scheme and scheme.group(1) != "file":
