@@ -150,6 +150,7 @@ class ObstoreUpload(Upload):
         self._has_begun = threading.Event()
         self._error: BaseException | None = None
         self._is_over = False
+        self._is_hurried = client.is_hurried
         self._is_left = False
         """It was waited for long enough."""
         self._thread = threading.Thread(target=self._run, name="migrator-put", daemon=True)
@@ -206,10 +207,14 @@ class ObstoreUpload(Upload):
             self._check()
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Behind a notice not longer than a part may take: what began before it has the patience of that time."""
+        """Of an upload that began before the notice, behind it not longer than a part may take.
+
+        Its requests have the patience of the time before. Those of an upload that begins behind it are given up early
+        themselves, and all together may take as long as the link needs.
+        """
         hurried_s: float | None = None
         while not is_done():
-            if not self._client.is_hurried:
+            if self._is_hurried or not self._client.is_hurried:
                 continue
             hurried_s = hurried_s or time.monotonic()
             if time.monotonic() - hurried_s > self._client.patience_s:
