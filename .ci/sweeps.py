@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,10 @@ AREAS = [
 ]
 
 
+FAILURE = re.compile(r"(FAILED|ERROR) |=*\s*[0-9]+ (failed|error)")
+"""The beginning of pytest's lines about them."""
+
+
 def git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -147,8 +152,14 @@ def commands(areas: list[Area]) -> list[list[str]]:
 
 
 def run(command: list[str], left_s: float) -> int | None:
-    """The exit code; None: it was ended, since the time was up."""
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True)
+    """The exit code; None: it was ended, since the time was up, and nothing had failed."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    failed: list[str] = []
+    # What is interrupted exits as if it had not failed.
+    reader = threading.Thread(target=_pass_on, args=(process, failed), daemon=True)
+    reader.start()
     for sent in (signal.SIGINT, signal.SIGKILL):
         try:
             code = process.wait(left_s)
@@ -156,9 +167,23 @@ def run(command: list[str], left_s: float) -> int | None:
             os.killpg(process.pid, sent)
             left_s = END_S
         else:
-            return code if sent == signal.SIGINT else None
+            reader.join(END_S)
+            if sent == signal.SIGINT:
+                return code
+            return 1 if failed else None
     process.wait()
-    return None
+    reader.join(END_S)
+    return 1 if failed else None
+
+
+def _pass_on(process: subprocess.Popen[str], failed: list[str]) -> None:
+    """Print what it prints, and note the lines that tell of failures."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            print(line, end="", flush=True)
+            if FAILURE.match(line):
+                failed.append(line)
 
 
 def main() -> int:

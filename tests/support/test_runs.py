@@ -284,3 +284,19 @@ def test_ci_sweeps_what_a_change_deserves() -> None:
     assert [area.name for area in areas.areas_of(["migrator/storage/posix.py"])] == ["storage and ckpt"]
     assert [area.name for area in areas.areas_of(["hooks/preStop.sh"])] == ["hooks, notices and leaving"]
     assert areas.areas_of(["README.md", "docs/files.md"]) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("print('5 passed in 1.00s')", 0),
+        ("print('FAILED tests/a.py::test_b'); raise SystemExit(1)", 1),
+        ("print('5 passed in 1.00s', flush=True); signal.pause()", None),
+        ("print('FAILED tests/a.py::test_b', flush=True); signal.pause()", 1),
+        ("print('1 failed, 9 passed in 479.15s (0:07:59)', flush=True); signal.pause()", 1),
+    ],
+)
+def test_a_sweep_that_is_ended_behind_a_failure_has_failed(script: str, expected: int | None) -> None:
+    """pytest exits with 2 when it is interrupted, whatever happened before."""
+    command = [sys.executable, "-c", f"import signal, sys; sys.excepthook = lambda *_: None; {script}"]
+    assert sweeps().run(command, 1.0) == expected
