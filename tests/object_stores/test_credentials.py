@@ -85,7 +85,7 @@ def test_the_error_of_a_job_with_wrong_credentials_shows_none(searched: Job, dis
     life = searched.run(env={**distinct.env(other), **token})
 
     assert life.wait() == 1, life.text
-    assert "StorageAccessError" in life.text
+    assert re.search("Storage(Access|Credentials)Error: ", life.text)
     assert found(life.text.encode(), other.key, other.secret, TOKEN) == [], life.text
 
 

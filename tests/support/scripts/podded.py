@@ -87,7 +87,7 @@ def write_part_late(*args, **named):
     return write_part(*args, **named)
 
 
-def write_slowly(self, buffers):
+def write_slowly(self, buffers, **how):
     """A twentieth of a second's worth at a time."""
     piece = int(float(os.environ["MB_PER_S"]) * 1e6 / 20)
     for buffer in buffers:
