@@ -27,13 +27,13 @@ from migrator.errors import (
     StorageCredentialsError,
     StorageError,
     StorageForeignError,
-    StorageFullError,
     StorageNotFoundError,
     StorageTransientError,
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import scrubbed
-from migrator.storage.s3_client import CONNECT_S, FULL, NO_CREDENTIALS, PART, RENEWED, TO_DO, Patience, S3Client, pace
+from migrator.storage.s3_client import CONNECT_S, PART, Patience, S3Client, pace
+from migrator.storage.s3_errors import NO_CREDENTIALS, SEE, by_code, code_in, lacking
 
 SENDERS = 6
 """Parts that are sent at the same time, at most."""
@@ -129,7 +129,7 @@ class ObstoreClient(S3Client):
                 # The store has answered a ranged request with the whole object.
                 return super().read_by_library(key, buffer, offset, etag=etag)
             doing = f"read {self.where}{key}"
-            raise self.renew(as_storage_error(error, doing, is_conditional=etag is not None)) from None
+            raise self.renew(as_storage_error(error, doing, "get_object", is_conditional=etag is not None)) from None
         return read
 
     def upload(self, key: str, *, size: int = 0) -> Upload:
@@ -261,7 +261,9 @@ class ObstoreUpload(Upload):
 
     def _check(self) -> None:
         if self._error is not None:
-            error = self._client.renew(as_storage_error(self._error, f"write {self._client.where}{self._key}"))
+            error = self._client.renew(
+                as_storage_error(self._error, f"write {self._client.where}{self._key}", "upload_part")
+            )
             self._client.is_careful |= isinstance(error, StorageTransientError)
             raise error from None
 
@@ -291,23 +293,21 @@ class _GivenUp(Exception):  # noqa: N818 - never seen by a user
     """The upload is not wanted any more."""
 
 
-def as_storage_error(error: BaseException, doing: str, *, is_conditional: bool = False) -> StorageError:
+def as_storage_error(error: BaseException, doing: str, method: str, *, is_conditional: bool = False) -> StorageError:
     """What obstore raised, as an error of ours."""
     from obstore import exceptions
 
-    text = f"cannot {doing}: {scrubbed(error)}"
     if isinstance(error, StorageError):
         return error
-    for code, to_do in TO_DO.items():
-        # Its kind does not say it: credentials that have expired are a bad request.
-        if f"<Code>{code}</Code>" in str(error):
-            return (StorageCredentialsError if code in RENEWED else StorageAccessError)(f"{text}. {to_do}.")
-    if any(f"<Code>{code}</Code>" in str(error) for code in FULL):
-        return StorageFullError(text)
+    text = f"cannot {doing}: {scrubbed(error)}"
     if isinstance(error, exceptions.PreconditionError) and is_conditional:
         return StorageForeignError(f"{text}. It was replaced while it was read.")
+    # The code first. obstore's kinds do not say it: expired credentials, for example, are a bad request.
+    known = by_code(code_in(error), text, method)
+    if known is not None:
+        return known
     if isinstance(error, FileNotFoundError | exceptions.NotFoundError):
         return StorageNotFoundError(text)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | PermissionError):
-        return StorageAccessError(f"{text}. Give the job the right to do this (docs/s3.md).")
-    return StorageTransientError(f"{text}. See whether the store answers (AWS_ENDPOINT_URL).")
+        return StorageAccessError(f"{text}. {lacking(method)}.")
+    return StorageTransientError(f"{text}. {SEE}")

@@ -1,4 +1,4 @@
-"""S3 by s3fs: every request that the interface needs, with the errors that S3 names.
+"""S3 by s3fs: every request that the interface needs. What its errors mean is in `s3_errors.py`.
 
 s3fs finds endpoint, region and credentials as the AWS tools do. Its calls run on one thread
 with an event loop, so several of ours may wait for it at the same time. A multipart upload
@@ -27,15 +27,12 @@ from migrator.errors import (
     StorageAccessError,
     StorageCredentialsError,
     StorageError,
-    StorageExistsError,
     StorageForeignError,
-    StorageFullError,
     StorageNotFoundError,
     StorageTransientError,
 )
 from migrator.storage.base import Upload
 from migrator.storage.object_client import (
-    ConditionRefusedError,
     Found,
     Listing,
     ObjectClient,
@@ -44,6 +41,7 @@ from migrator.storage.object_client import (
     scrubbed,
 )
 from migrator.storage.plain_http import PlainHttp, plain_http
+from migrator.storage.s3_errors import EXISTS, as_storage_error, code_of
 
 PART = 16 << 20
 """Bytes of one part of a large object. Those of smaller ones are smaller: `pace`."""
@@ -67,50 +65,6 @@ part that is sent may take longer: what the system has taken from us may still b
 _WRITER = "migrator-writer"
 """Under this name an object keeps which `put` wrote it."""
 
-_NOT_FOUND = {"NoSuchKey", "404", "NoSuchUpload", "NotFound"}
-_EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
-_NO_RIGHT = {
-    *("AccessDenied", "403", "Forbidden", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "AllAccessDisabled"),
-    "AuthorizationHeaderMalformed",
-}
-_REFUSED = {"NotImplemented", "501"}
-FULL = {"QuotaExceeded", "507", "InsufficientStorage", "XMinioStorageFull"}
-
-_RIGHTS = {
-    "put_object": "s3:PutObject",
-    "get_object": "s3:GetObject",
-    "head_object": "s3:GetObject",
-    "head_bucket": "s3:ListBucket",
-    "list_objects_v2": "s3:ListBucket",
-    "delete_object": "s3:DeleteObject",
-    "create_multipart_upload": "s3:PutObject",
-    "upload_part": "s3:PutObject",
-    "complete_multipart_upload": "s3:PutObject",
-    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
-    "abort_multipart_upload": "s3:AbortMultipartUpload",
-}
-"""The right that each request needs."""
-
-TO_DO = {
-    "NoSuchBucket": "Make the bucket, or name another one (MIGRATOR_CKPT)",
-    "InvalidBucketName": "A bucket has 3 to 63 small letters, digits, dots and hyphens (MIGRATOR_CKPT)",
-    "InvalidAccessKeyId": "The store does not know this access key; see AWS_ACCESS_KEY_ID or the role of the pod",
-    "SignatureDoesNotMatch": "The secret key does not fit the access key; see AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": "The credentials have expired; give the pod credentials that are renewed (a role), or new ones",
-    "InvalidToken": "The store does not take the session token; see AWS_SESSION_TOKEN or the role of the pod",
-    "TokenRefreshRequired": "The credentials have expired; give the pod credentials that are renewed (a role)",
-    "ExpiredTokenException": "The credentials have expired; give the pod credentials that are renewed (a role)",
-    "AuthorizationHeaderMalformed": "The bucket is in another region; set AWS_REGION to its region",
-    "RequestTimeTooSkewed": "The node's clock differs from the store's; set it (NTP)",
-}
-"""By S3's name of an error: what helps."""
-RENEWED = {"InvalidAccessKeyId", "ExpiredToken", "InvalidToken", "TokenRefreshRequired", "ExpiredTokenException"}
-"""Errors that credentials which somebody renews put an end to."""
-NO_CREDENTIALS = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role"
-_NO_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"),
-    *("SSOTokenLoadError", "UnauthorizedSSOTokenError"),
-}
 _RENEWED_S = 0.5
 """Seconds before new credentials are looked for again: many requests may fail of the old ones together."""
 
@@ -203,7 +157,7 @@ class S3Client(ObjectClient):
             found: dict[str, Any] = filesystems[self.is_hurried].call_s3(method, Bucket=self.bucket, **of, **fields)
         except Exception as error:  # s3fs, botocore and aiohttp raise many kinds
             doing = f"{doing} {self.where}{key or fields.get('Prefix', '')}"
-            raise self.renew(_as_storage_error(error, doing, method)) from None
+            raise self.renew(as_storage_error(error, doing, method)) from None
         return found
 
     def put(self, key: str, data: bytes, *, absent: bool = False, etag: str | None = None, writer: str = "") -> None:
@@ -258,11 +212,11 @@ class S3Client(ObjectClient):
         try:
             found: tuple[bytes, bool] = fsspec.asyn.sync(fs.loop, fetch)
         except Exception as error:
-            if _code(error) in ("InvalidRange", "416"):
+            if code_of(error) in ("InvalidRange", "416"):
                 return b""
-            if etag is not None and _code(error) in _EXISTS:
+            if etag is not None and code_of(error) in EXISTS:
                 raise StorageForeignError(f"{self.where}{key} was replaced while it was read") from None
-            raise self.renew(_as_storage_error(error, f"read {self.where}{key}", "get_object")) from None
+            raise self.renew(as_storage_error(error, f"read {self.where}{key}", "get_object")) from None
         # Some stores answer a ranged request with the whole object.
         data, is_range = found
         return data[:size] if is_range else data[offset : offset + size]
@@ -472,36 +426,3 @@ class S3Upload(PartedUpload):
 def _writer(answer: dict[str, Any]) -> str:
     said = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
     return str(said.get(_WRITER, ""))
-
-
-def _code(error: BaseException) -> str:
-    """What S3 calls the error, of whatever kind the library made of it."""
-    found: BaseException | None = error
-    while found is not None:
-        response = getattr(found, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-        found = found.__cause__ or found.__context__
-    return ""
-
-
-def _as_storage_error(error: Exception, doing: str, method: str) -> StorageError:
-    code, text = _code(error), f"cannot {doing}: {scrubbed(error)}"
-    if code in ("NoSuchBucket", "InvalidBucketName"):
-        return StorageAccessError(f"{text}. {TO_DO[code]}.")
-    if code in RENEWED:
-        return StorageCredentialsError(f"{text}. {TO_DO[code]}.")
-    if code in _NO_RIGHT or isinstance(error, PermissionError):
-        right = f"The job needs the right {_RIGHTS[method]} there (docs/s3.md)"
-        return StorageAccessError(f"{text}. {TO_DO.get(code, right)}.")
-    if code in _EXISTS:
-        return StorageExistsError(text)
-    if code in _NOT_FOUND or isinstance(error, FileNotFoundError):
-        return StorageNotFoundError(text)
-    if code in _REFUSED or isinstance(error, NotImplementedError):
-        return ConditionRefusedError(text)
-    if code in FULL:
-        return StorageFullError(text)
-    if type(error).__name__ in _NO_CREDENTIALS:
-        return StorageCredentialsError(f"{text}. {NO_CREDENTIALS}.")
-    return StorageTransientError(f"{text}. See whether the store answers (AWS_ENDPOINT_URL).")

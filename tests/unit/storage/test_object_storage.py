@@ -250,6 +250,48 @@ def test_a_request_that_fails_after_the_put_does_not_take_the_name_away(
     assert of(client).get("ckpt/manifest") == b"m"
 
 
+def test_a_refusal_without_a_winner_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amazon may refuse one of two that arrive together, and the other one may fail."""
+    monkeypatch.setattr(object_storage, "_PAUSE_S", 0.0)
+
+    class Conflicting(Client):
+        def put(self, key: str, data: bytes, **how: Any) -> None:
+            if self.puts == 0:
+                self.puts = 1
+                raise StorageExistsError("409 ConditionalRequestConflict")
+            super().put(key, data, **how)
+
+    client = Conflicting(Bucket())
+    of(client).put("record", b"mine", exclusive=True)
+    assert of(client).get("record") == b"mine"
+
+
+@WITHOUT_CONDITIONS
+def test_a_claim_that_cannot_be_withdrawn_takes_no_name_away(client: type[Client]) -> None:
+    """The name was given; the claim is a leftover."""
+
+    class Keeping(client):  # type: ignore[misc, valid-type]
+        def delete(self, key: str) -> None:
+            raise StorageTransientError("503")
+
+    made = Keeping(Bucket())
+    of(made, Conditions.IGNORED).put("record", b"mine", exclusive=True)
+    assert of(made).get("record") == b"mine"
+
+
+def test_a_store_that_lists_what_it_has_deleted_is_given_up() -> None:
+    """It would be asked for ever."""
+
+    class Undying(Client):
+        def delete(self, key: str) -> None:
+            """Said to be done."""
+
+    client = Undying(Bucket())
+    of(client).put("ckpt/part", b"1", exclusive=False)
+    with pytest.raises(StorageTransientError, match="listed again and again"):
+        of(client).delete_all("ckpt")
+
+
 # Changing.
 
 

@@ -1,19 +1,22 @@
-"""How an upload is cut, and what a ranged read makes of odd answers."""
+"""How an upload is cut, and how it ends."""
 
 from __future__ import annotations
 
-import http.server
 import threading
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
+import obstore
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from obstore.exceptions import GenericError
 
+from migrator.errors import StorageError
 from migrator.storage import obstore_client
-from migrator.storage.obstore_client import PART, SENDERS, ObstoreClient, _cut
-from migrator.storage.s3_client import S3Client, pace
+from migrator.storage.obstore_client import PART, SENDERS, ObstoreClient, ObstoreUpload, _cut
+from migrator.storage.s3_client import pace
 
 MB = 1 << 20
 
@@ -63,44 +66,43 @@ def test_pieces_are_the_buffers_in_order_and_only_those_that_hold_still_are_not_
     assert not any(any(piece[:1000]) for piece in large)
 
 
-class _Whole(http.server.BaseHTTPRequestHandler):
-    """A store that does not know ranges."""
-
-    DATA = bytes(range(256)) * 100
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.DATA)))
-        self.send_header("ETag", '"one"')
-        self.send_header("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")
-        self.end_headers()
-        self.wfile.write(self.DATA)
-
-    def log_message(self, *_: object) -> None:
-        """To nobody."""
-
-
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Whole]]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Whole) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
-            "AWS_ACCESS_KEY_ID": "me",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        yield _Whole
-        server.shutdown()
-        thread.join()
+def client(monkeypatch: pytest.MonkeyPatch) -> ObstoreClient:
+    """Of a store that is never asked."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    return ObstoreClient("bucket")
 
 
-@pytest.mark.parametrize("client", [S3Client, ObstoreClient])
-def test_a_store_that_sends_the_whole_object_for_a_range_is_read_right(
-    store: type[_Whole], client: type[S3Client]
+@pytest.mark.parametrize(
+    ("said", "is_careful"),
+    [("operation timed out", True), ("<Code>ExpiredToken</Code>", False), ("<Code>QuotaExceeded</Code>", False)],
+)
+def test_only_what_may_be_a_slow_link_makes_the_next_upload_careful(
+    client: ObstoreClient, monkeypatch: pytest.MonkeyPatch, said: str, is_careful: bool
 ) -> None:
-    buffer = bytearray(300)
-    assert client("bucket").read("key", memoryview(buffer), 1000, etag=None) == 300
-    assert bytes(buffer) == store.DATA[1000:1300]
+    """Behind renewed credentials every second counts."""
+
+    def put(*_: Any, **__: Any) -> None:
+        raise GenericError(said)
+
+    monkeypatch.setattr(obstore, "put", put)
+    with pytest.raises(StorageError):
+        client.upload("key")
+    assert client.is_careful is is_careful
+
+
+def test_an_upload_that_failed_meanwhile_hides_no_error(client: ObstoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why it was given up says more."""
+    ends = threading.Event()
+
+    def put(_: Any, __: str, pieces: Iterator[bytes], **___: Any) -> None:
+        next(pieces)
+        ends.wait(30)
+
+    monkeypatch.setattr(obstore, "put", put)
+    with pytest.raises(KeyError, match="newer step"), client.upload("key") as upload:  # noqa: PT012
+        assert isinstance(upload, ObstoreUpload)
+        upload.write([memoryview(bytes(PART))])
+        upload._error, upload._is_over = GenericError("cut"), True
+        ends.set()
+        raise KeyError("given up for a newer step")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from migrator.storage.object_storage import ObjectStorage
+from migrator.storage.obstore_client import ObstoreClient
 from migrator.storage.plain_http import PlainHttp, plain_http
 from migrator.storage.s3_client import S3Client
 
@@ -167,6 +168,15 @@ def test_the_library_reads_what_came_oddly(store: Store, spoil: Any) -> None:
     assert client.read("key", memoryview(buffer), 1000, etag=ETAG) == 300
     assert buffer == DATA[1000:1300]
     assert len(store.asked) >= 2
+
+
+@pytest.mark.parametrize("client", [S3Client, ObstoreClient])
+def test_a_store_that_never_sends_a_range_is_read_right(store: Store, client: type[S3Client]) -> None:
+    """The whole object comes each time, to each library."""
+    store.spoil, store.spoilt = whole, 99
+    buffer = bytearray(300)
+    assert client("bucket").read("key", memoryview(buffer), 1000, etag=None) == 300
+    assert buffer == DATA[1000:1300]
 
 
 def test_no_connection_stays_when_an_object_has_been_read(store: Store) -> None:
