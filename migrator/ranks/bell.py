@@ -5,8 +5,8 @@ ranks sets these keys, in one call. So a thousand idle ranks cost the store noth
 as it reaches two.
 
 The wait has no timeout, because the store's library prints a line for each wait that times out. To end its own thread,
-a rank sets its own key. If the store has ended or hangs, the thread stays in its wait: nothing wakes it, so it cannot
-disturb the end of the interpreter.
+a rank sets its own key. If the connection breaks, the thread ends by itself. If the store hangs, the thread stays in
+its wait: nothing wakes it, so it cannot disturb the end of the interpreter.
 """
 
 from __future__ import annotations
@@ -63,4 +63,13 @@ class Bell(threading.Thread):
         self.is_closed = True
         if self.is_alive():
             store.set(_key(self._prefix, self._rank, self.number), "1")
+            self.join(timeout_s)
+
+    def close_behind_break(self, timeout_s: float) -> None:
+        """Wait until the thread has ended: the connections broke, so it is on its way out of the store's C++ code.
+
+        That takes a moment: the error of a broken connection carries a stack trace, whose names are looked up first.
+        """
+        self.is_closed = True
+        if self.is_alive():
             self.join(timeout_s)

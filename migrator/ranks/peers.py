@@ -538,9 +538,12 @@ class Peers(threading.Thread):
             self._cond.notify_all()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(HUNG_S)
-        if self._bell is not None and not self.is_alive() and not self._is_disconnected:
+        # If this thread still runs, the store hangs, and so does the bell's thread.
+        if self._bell is not None and not self.is_alive():
             with contextlib.suppress(RuntimeError):
-                self._bell.close(self._store, _BELL_S)
+                if not self._is_disconnected:
+                    self._bell.close(self._store, _BELL_S)
+            self._bell.close_behind_break(_BELL_S)
         atexit.unregister(self.close)
 
     def let_go(self) -> None:

@@ -296,6 +296,46 @@ class Breaks:
         return call
 
 
+class EndsLate:
+    """A connection whose errors take their time, as the stack trace in them does on a busy machine."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return method(*args)
+            except RuntimeError:
+                time.sleep(0.3)
+                raise
+
+        return call
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_no_thread_is_left_in_a_call_to_a_store_that_has_ended(is_noticed: bool) -> None:
+    """It would come back while the interpreter ends, and that crashes: the exit code would be 134."""
+    server = rank_threads.served()
+    waiting = EndsLate(rank_threads.connected(server.port))
+    one = Peers(1, 2, "n", rank_threads.connected(server.port), waiting=waiting)
+    one.start()
+    bell = one._bell
+    assert bell is not None
+    until(lambda: one.has_read("leave"), "the first look")
+    del server
+    if is_noticed:
+        one.post(Line("hello", 1), timeout_s=0)
+        until(lambda: one.is_disconnected, "the end of the store")
+
+    one.close()
+
+    assert not one.is_alive()
+    assert not bell.is_alive()
+
+
 @pytest.fixture
 def broken() -> Iterator[tuple[Peers, Peers, Breaks]]:
     """Two ranks; the second one's connection can break, and is made again."""

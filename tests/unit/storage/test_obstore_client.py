@@ -100,9 +100,12 @@ def test_an_upload_that_failed_meanwhile_hides_no_error(client: ObstoreClient, m
         ends.wait(30)
 
     monkeypatch.setattr(obstore, "put", put)
-    with pytest.raises(KeyError, match="newer step"), client.upload("key") as upload:  # noqa: PT012
-        assert isinstance(upload, ObstoreUpload)
-        upload.write([memoryview(bytes(PART))])
+    upload = client.upload("key")
+    assert isinstance(upload, ObstoreUpload)
+    with pytest.raises(KeyError, match="newer step"), upload:  # noqa: PT012
+        upload.write([memoryview(bytes(obstore_client.PART))])
+        # As its thread leaves it a moment before it ends.
         upload._error, upload._is_over = GenericError("cut"), True
-        ends.set()
         raise KeyError("given up for a newer step")
+    ends.set()
+    upload._thread.join()
