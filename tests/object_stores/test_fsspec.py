@@ -74,9 +74,9 @@ class TestRaces(OfS3, contract.Races): ...
 
 ANOTHER_STORE = """
 from dataclasses import replace
-from migrator import settings
+from migrator import roots
 from migrator.storage import fsspec_client
-settings._STORES["gs"] = ("s3fs", "s3fs")
+roots.STORES["gs"] = ("s3fs", "s3fs")
 fsspec_client._KINDS["gs"] = replace(fsspec_client._KINDS["s3"], creates={creates})
 """
 """In front of a script: `gs://` is s3fs, so that settings, client and storage are those of any other store."""

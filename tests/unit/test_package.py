@@ -40,7 +40,7 @@ FORWARDED = {
 }
 PROPERTIES = {"is_leaving", "resume"}
 
-LEAVES = {"errors", "events", "settings"}
+LEAVES = {"errors", "events", "roots", "settings"}
 """Modules outside of rooms, which every room may use."""
 
 ROOMS: dict[str, set[str]] = {

@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
+from migrator import roots
 from migrator.ckpt import generations
 from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import ckpt_name, manifest_name
@@ -514,3 +515,11 @@ def test_what_is_no_credential_stays(text: str) -> None:
 def test_an_abort_of_what_is_over_is_fine(client: FsspecClient) -> None:
     """Another life has aborted it."""
     client.abort(PendingUpload("job/ckpt/part", "0123456789ab", 0.0))
+
+
+def test_the_settings_let_through_what_the_client_knows() -> None:
+    """S3 has clients of its own."""
+    assert roots.STORES.keys() == fsspec_client._KINDS.keys() - {"s3"}
+    assert {scheme: module for scheme, (module, _) in roots.STORES.items()} == {
+        scheme: kind.module.partition(".")[0] for scheme, kind in fsspec_client._KINDS.items() if scheme != "s3"
+    }
