@@ -88,7 +88,7 @@ AREAS = [
     ),
     Area(
         "what is registered, and the loop",
-        r"migrator/(data|state|loop|platform)/|migrator/settings\.py"
+        r"migrator/(data|state|loop|platform)/|migrator/(settings|roots)\.py"
         r"|tests/support/scripts/(everything|ground|telling)\.py"
         r"|tests/jobs/test_(one_step_throughout|as_never_stopped|loops)\.py",
         ("jobs/test_as_never_stopped", "ranks/test_load", "jobs/test_one_step_throughout"),
