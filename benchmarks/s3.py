@@ -198,7 +198,8 @@ def _ours(work: Work, kind: str, prefix: str) -> Any:
     import torch
 
     from migrator.ckpt.manifest import parts_from
-    from migrator.ckpt.tensor_file import read_part, write_part
+    from migrator.ckpt.part_writer import write_part
+    from migrator.ckpt.tensor_file import read_part
     from migrator.storage.object_storage import ObjectStorage
     from migrator.storage.obstore_client import ObstoreClient
     from migrator.storage.s3_client import S3Client
@@ -212,7 +213,7 @@ def _ours(work: Work, kind: str, prefix: str) -> Any:
 
 
 def ours_up(work: Work, kind: str) -> Ready:
-    from migrator.ckpt.tensor_file import write_part
+    from migrator.ckpt.part_writer import write_part
 
     storage, state = _ours(work, kind, f"up/{work.token}"), work.state()
     check = sized(work, f"up/{work.token}/job/{CKPT}/{PART}", least=work.size)
@@ -651,7 +652,7 @@ def fill(work: Work, is_server: bool) -> None:
     """Make what is read by all rows: a part of ours, and a file of `torch.save`."""
     import torch
 
-    from migrator.ckpt.tensor_file import write_part
+    from migrator.ckpt.part_writer import write_part
     from migrator.storage.posix import PosixStorage
 
     place = work.directory / "posix"

@@ -55,7 +55,7 @@ def write_safetensors(state: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def write_migrator(state: dict[str, torch.Tensor], path: Path) -> None:
-    from migrator.ckpt.tensor_file import write_part
+    from migrator.ckpt.part_writer import write_part
     from migrator.storage.posix import PosixStorage
 
     storage = PosixStorage(path, "job")

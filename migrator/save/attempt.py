@@ -28,8 +28,9 @@ from torch import Tensor
 
 from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import ckpt_name, file_in, own_name, part_name
+from migrator.ckpt.part_writer import write_part
 from migrator.ckpt.rank_record import RankRecord
-from migrator.ckpt.tensor_file import digest_of, write_part
+from migrator.ckpt.tensor_file import digest_of
 from migrator.errors import SaveFailed
 from migrator.events import log
 from migrator.platform import container

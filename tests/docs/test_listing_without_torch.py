@@ -12,7 +12,7 @@ import torch
 from migrator.ckpt import generations
 from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import ckpt_name, file_in, manifest_name, part_name
-from migrator.ckpt.tensor_file import write_part
+from migrator.ckpt.part_writer import write_part
 from migrator.storage.posix import PosixStorage
 from tests.support.harness import ROOT
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from migrator.ckpt.names import file_in, part_name
-from migrator.ckpt.tensor_file import read_part, write_part
+from migrator.ckpt.part_writer import write_part
+from migrator.ckpt.tensor_file import read_part
 from migrator.errors import StorageAccessError, StorageCredentialsError, StorageExistsError, StorageTransientError
 from migrator.storage import obstore_client, s3_client
 from migrator.storage.object_storage import ObjectStorage

@@ -126,8 +126,9 @@ SUBJECTS = {
         ),
     ),
     "save/commit": Subject(((_ATTEMPT,), _CRASHES, _STORAGE_FAULTS)),
-    "ckpt/tensor_file": Subject(
-        (("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))
+    **dict.fromkeys(
+        ("ckpt/tensor_file", "ckpt/part_writer"),
+        Subject((("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))),
     ),
     **dict.fromkeys(
         ("session/restore", "session/restore_plan", "session/candidates", "session/resume", "session/group_restore"),
@@ -179,7 +180,7 @@ EXPLAINED: dict[str, str] = {
     "ckpt/leaving_mark.wait_for_leaving | for generation in sorted(lineage[1:], reverse=True): | True to False": (
         "all waits are counted from one beginning: the order changes only which is named first"
     ),
-    "ckpt/tensor_file._TensorDigests.piece | if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start: | "
+    "ckpt/part_writer._TensorDigests.piece | if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start: | "
     "< to <=": "a copy stays in memory until the next one is made; it is read only for more slices of its own tensor",
     "ckpt/tensor_file._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
     "ckpt/tensor_file._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",

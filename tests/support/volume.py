@@ -16,7 +16,7 @@ from migrator.ckpt.generations import Generation, claim
 from migrator.ckpt.leaving_mark import LeavingMark, put_mark, wait_for_leaving
 from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import MANIFEST, ckpt_name, part_name, record_name
-from migrator.ckpt.tensor_file import write_part
+from migrator.ckpt.part_writer import write_part
 from migrator.storage.base import Storage
 from migrator.storage.posix import PosixStorage, kind_of
 

@@ -13,7 +13,7 @@ import torch
 from migrator.ckpt import catalog
 from migrator.ckpt.catalog import beside, ckpts, furthest_first, others, whole
 from migrator.ckpt.names import ckpt_name, part_name
-from migrator.ckpt.tensor_file import write_part
+from migrator.ckpt.part_writer import write_part
 from migrator.errors import CkptCorrupt, StorageError
 from migrator.storage.posix import PosixStorage
 from tests.support.volume import failing, live, record, save, written

@@ -12,8 +12,9 @@ from migrator.ckpt.generations import Generation, claim
 from migrator.ckpt.leaving_mark import Heartbeat, LeavingMark
 from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import MANIFEST, ckpt_name, file_in, manifest_name, mark_name, part_name, record_name
+from migrator.ckpt.part_writer import write_part
 from migrator.ckpt.retention import retire
-from migrator.ckpt.tensor_file import read_part, write_part
+from migrator.ckpt.tensor_file import read_part
 from migrator.errors import CkptCorrupt, SaveFailed, StorageExistsError, StorageNotFoundError
 from migrator.storage.base import Storage
 from migrator.storage.memory import Bucket, MemoryStorage

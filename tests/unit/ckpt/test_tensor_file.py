@@ -19,11 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.ckpt import digests, tensor_file
+from migrator.ckpt import digests, part_writer, tensor_file
 from migrator.ckpt.codec import DTYPES
 from migrator.ckpt.digests import Digest, block_count, block_digest, digest_of_blocks
 from migrator.ckpt.manifest import PartRecord
-from migrator.ckpt.tensor_file import Layout, digest_of, memory, read_part, write_part
+from migrator.ckpt.part_writer import write_part
+from migrator.ckpt.tensor_file import Layout, digest_of, memory, read_part
 from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError, StorageForeignError
 from migrator.storage import posix_calls
 from migrator.storage.posix import PosixReader, PosixStorage
@@ -43,8 +44,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """All sizes a few thousand times smaller, so that small tensors take many blocks, groups and slices."""
     for module in (digests, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 1000)
-    monkeypatch.setattr(tensor_file, "GROUP", 700)
-    monkeypatch.setattr(tensor_file, "SLICE", 2800)
+    monkeypatch.setattr(part_writer, "GROUP", 700)
+    monkeypatch.setattr(part_writer, "SLICE", 2800)
     return 1000
 
 
@@ -320,7 +321,7 @@ def test_calls_are_large_and_slices_bounded() -> None:
     meta = {f"small{i}": torch.empty(1 << 20, device="meta") for i in range(40)}
     meta["huge"] = torch.empty(300 << 20, device="meta")
     meta["last"] = torch.empty(5, device="meta")
-    groups = tensor_file._groups(Layout.of(meta).places)
+    groups = part_writer._groups(Layout.of(meta).places)
     sizes = [sum(end - start for _, start, end in group) for group in groups]
     assert all(size >= 64 << 20 for size in sizes[:-1])
     assert all(size <= (64 + 256) << 20 for size in sizes)
