@@ -18,7 +18,7 @@ EVENTS = {
     # a life begins
     "listening": "the watcher runs; shows where ckpts are written and which ways of notice are watched",
     "storage_warning": "the place for ckpts can be used but has a weakness",
-    "object_store": "ckpts go to an object store; shows which library makes the requests and what the store can do",
+    "storage": "where ckpts go, and how: past the page cache of a volume, or by which library to which kind of store",
     "generation_claimed": "this life has a generation number",
     "generation_unreadable": "the record of an earlier life cannot be read; its ckpts can still be loaded",
     "fork": "two lives continued the same ckpt; the one that trained further counts",

@@ -31,31 +31,3 @@ def digest_of_blocks(blocks: Iterable[str]) -> str:
 def block_count(size: int) -> int:
     """How many blocks a file of `size` bytes has."""
     return -(-size // BLOCK)
-
-
-class Digest:
-    """The digests of a file whose bytes arrive in order."""
-
-    def __init__(self) -> None:
-        self._blocks: list[str] = []
-        self._block = xxhash.xxh3_128()
-        self._room = BLOCK
-
-    def update(self, buffer: memoryview) -> None:
-        while len(buffer):
-            now, buffer = buffer[: self._room], buffer[self._room :]
-            self._block.update(now)
-            self._room -= len(now)
-            if not self._room:
-                self._close_block()
-
-    def finish(self) -> tuple[str, tuple[str, ...]]:
-        """The digest of the file, and those of its blocks."""
-        if self._room < BLOCK:
-            self._close_block()
-        return digest_of_blocks(self._blocks), tuple(self._blocks)
-
-    def _close_block(self) -> None:
-        self._blocks.append(self._block.hexdigest())
-        self._block = xxhash.xxh3_128()
-        self._room = BLOCK

@@ -265,7 +265,7 @@ def _check_record(record: PartRecord, size: int) -> None:
 
 def _home(place: Place, homes: Mapping[str, torch.Tensor]) -> torch.Tensor:
     home = homes.get(place.name)
-    if home is not None and home.dtype == place.dtype and tuple(home.shape) == place.shape and _is_plain(home):
+    if home is not None and home.dtype == place.dtype and tuple(home.shape) == place.shape and is_plain(home):
         return home
     # As bytes first: torch warns when it makes a tensor of some dtypes directly.
     try:
@@ -315,13 +315,13 @@ def _checked(name: str, tensor: torch.Tensor) -> str:
     return kind
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes lie in this process's memory, in order, as they are."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    if _is_plain(tensor):
+    if is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 

@@ -90,6 +90,8 @@ class Gate:
         """A save waits for a safe point: the next capture takes everything."""
         self.holds_main = False
         """There are objects that change outside steps: the main thread stays in a safe point while a save reads."""
+        self.loop_waits = False
+        """The main thread makes no step until a save is over, because it waits for that save."""
         self.is_leaving = False
         """No step is made any more, whatever happens."""
         self.is_closed = False

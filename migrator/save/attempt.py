@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import ckpt_name, file_in, own_name, part_name
-from migrator.ckpt.part_writer import write_part
+from migrator.ckpt.part_writer import Proof, TensorsChanged, write_part
 from migrator.ckpt.rank_record import RankRecord
 from migrator.ckpt.tensor_file import digest_of
 from migrator.errors import SaveFailed
@@ -83,6 +84,10 @@ class Attempt:
         self._stood_still = False
         """The loop stood at the gate or in the safe point while its state was copied aside."""
         self._has_stalled = False
+        self._proven: set[str] = set()
+        """What is written and was still the same behind that: it is not read any more."""
+        self._reading = threading.Lock()
+        """Held while a tensor is read beside this thread."""
         self._start_s = time.monotonic()
         self._plan: Plan | None = None
         self._gathering: Gathering | None = None
@@ -129,7 +134,7 @@ class Attempt:
             # Only what is this rank's to write is read from now on.
             self._live &= {*state.own, *(plan.shares[share] if share is not None else ())}
         if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES:
-            self._step_apart(is_written=False)
+            self._step_apart()
         mine = RankRecord(self._context.rank, plan.at, plan.digest, same, state.objects, state.extra)
         if self._context.size == 1:
             # One file for all: no other rank writes.
@@ -147,7 +152,7 @@ class Attempt:
                 name = own_name(self._context.rank, self._context.tries[self.name])
                 mine = replace(mine, own=self._write(name, state.own))
         if self._context.size > 1:
-            self._prove({})
+            self._check_still()
         self._gathering = Gathering(self._exchange, self.name, plan, mine)
         self._tell()
 
@@ -233,20 +238,31 @@ class Attempt:
         return self._write(name, plan.shares[share])
 
     def _write(self, name: str, keys: Iterable[str]) -> PartRecord:
-        part = write_part(
-            self._context.storage,
-            file_in(self.name, name),
-            {key: self._reader(key) for key in keys},
-            after_block=self._after_block,
-            # What the script may still change must have been taken by then: the loop when it is let through, and an
-            # evaluation that the notice met, which may put other weights in for a while.
-            hold=lambda: self._is_apart or (not self._may_open and self._context.gate.someone_waits),
+        sources = {key: self._reader(key) for key in keys}
+        # On a device only the marks show a change.
+        read = (key for key in self._live & sources.keys() if self._tensors[key].device.type == "cpu")
+        proof = Proof(
+            frozenset(read), self._reading, self._check_at_that_moment, self._proven.add, lambda: self._let_go(sources)
         )
+        try:
+            part = write_part(
+                self._context.storage,
+                file_in(self.name, name),
+                sources,
+                after_block=self._after_block,
+                # What the script may still change must have been taken by then: the loop when it is let through, and an
+                # evaluation that the notice met, which may put other weights in for a while.
+                hold=lambda: self._is_apart or (not self._may_open and self._context.gate.someone_waits),
+                proof=proof,
+                of_tensors=bool(self._announced),
+            )
+        except TensorsChanged as error:
+            raise Unclean(owners(error.names)) from error
         log("part_written", ckpt=self.name, bytes=part.bytes)
         wrong = [key for key, digest in part.tensor_digests.items() if self._announced.get(key) not in (None, digest)]
         if wrong:  # what was written is not what this rank's record gave to the others
             raise Unclean(owners(wrong))
-        self._prove(part.tensor_digests)
+        self._check_still()
         return part
 
     def _reader(self, key: str) -> Callable[[], Tensor]:
@@ -254,14 +270,14 @@ class Attempt:
 
     def _after_block(self, done: int, total: int) -> None:
         self._on_block(done, total)
-        # After the last byte comes the sync, which may take long: the loop need not wait for that.
-        if self._may_open and not self._is_apart and (self._context.gate.someone_waits or done == total):
-            self._step_apart(is_written=done == total)
+        # What is written is proven a moment later: then the loop needs no copies.
+        if self._may_open and not self._is_apart and self._context.gate.someone_waits and done < total:
+            self._step_apart()
 
-    def _step_apart(self, *, is_written: bool) -> None:
+    def _step_apart(self) -> None:
         """The loop waits: copy what it is about to change, and let it go on."""
         start_s = time.monotonic()
-        live = {key: self._tensors[key] for key in self._live}
+        live = {key: self._tensors[key] for key in self._live - self._proven}
         stood_still = self._context.gate.someone_waits
         copies = self._staging.copies(live)
         if copies is None:
@@ -270,26 +286,37 @@ class Attempt:
                 log("gate_stall", level=logging.WARNING, why="no memory for a copy", step=self._capture.step)
             return
         # The copies hold the state of the safe point if the tensors held it before and after the copying, and if no
-        # tensor was swapped out and in again meanwhile. A loop that stands at the gate swaps nothing. If everything is
-        # written already, the copies are compared with what was written, at the end.
-        if not (stood_still or is_written):
+        # tensor was swapped out and in again meanwhile. A loop that stands at the gate swaps nothing.
+        if not stood_still:
             self._check_equal(live, {key: _cpu_digest(copy) for key, copy in copies.items()})
         self._check_marks()
-        self._tensors.update(copies)
-        self._is_apart, self._stood_still = True, stood_still
+        with self._reading:
+            self._tensors.update(copies)
+            self._is_apart, self._stood_still = True, stood_still
         self._context.gate.open()
         log("gate_stall", level=logging.DEBUG, took_s=time.monotonic() - start_s, step=self._capture.step)
+
+    def _let_go(self, keys: Iterable[str]) -> None:
+        """A part is proven. If nothing else is to be read, the loop need not wait for the sync and the commit."""
+        self._proven.update(keys)
+        if self._may_open and not self._is_apart and self._live <= self._proven:
+            self._check_marks()
+            self._is_apart = True
+            self._context.gate.open()
+
+    def _check_at_that_moment(self) -> None:
+        """The moment whose bytes are written is that of the safe point."""
+        with self._reading:
+            if not self._is_apart:
+                self._check_marks()
 
     def _check_marks(self) -> None:
         changed = self._context.capturer.changed(self._capture)
         if changed:
             raise Unclean(changed)
 
-    def _prove(self, digests: Mapping[str, bytes]) -> None:
-        """What was written is what is in memory now, and that is what the safe point had."""
-        if not self._is_apart:
-            self._check_marks()
-        self._check_equal({key: self._tensors[key] for key in self._live & digests.keys()}, digests)
+    def _check_still(self) -> None:
+        """What is in memory now is what the safe point had."""
         if not self._is_apart:
             self._check_marks()
         changed = self._context.gate.found_changed(self._capture)

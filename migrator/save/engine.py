@@ -201,7 +201,8 @@ class Saver(threading.Thread):
         saved: Saved | None = None
         failure: Exception | None = None
         try:
-            self._attempts.prepare()
+            if not self._context.gate.loop_waits:
+                self._attempts.prepare()
             saved = self._ckpts.newest = self._strategy.save()
         except Postponed:
             return
@@ -215,6 +216,9 @@ class Saver(threading.Thread):
         if saved is not None:
             self._follow_up(saved)
         self._strategy.end(saved, failure)
+        if saved is not None:
+            # Behind the answer: the callers wait for their ckpt, and not until an old one is deleted.
+            self._tidy()
 
     def _follow_up(self, saved: Saved) -> None:
         """After a commit. Whatever goes wrong here, the ckpt is safe, and the script is told so."""
@@ -223,6 +227,11 @@ class Saver(threading.Thread):
             self._speed.warn_if_too_long(saved)
             if self._context.rank == 0:
                 self._ckpts.look_for_later(saved)
+        except Exception as error:
+            log("storage_warning", level=logging.WARNING, why=failed_text(error))
+
+    def _tidy(self) -> None:
+        try:
             self._strategy.retire()
         except Exception as error:
             log("storage_warning", level=logging.WARNING, why=failed_text(error))

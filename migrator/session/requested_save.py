@@ -37,6 +37,13 @@ class RequestedSave:
         if in_main and (why := self._safe_points.why_not_whole()) is not None:
             at = "there is no ckpt" if newest is None else f"the newest ckpt is {newest.ckpt}, of step {newest.step}"
             raise SaveFailed(f"save_ckpt(): {why}. What is half done is not saved; {at}.")
+        self._gate.loop_waits = wait and in_main
+        try:
+            return self._asked(in_main=in_main, wait=wait)
+        finally:
+            self._gate.loop_waits = False
+
+    def _asked(self, *, in_main: bool, wait: bool) -> str | None:
         ticket = self._saver.ask()
         if in_main and self._gate.phase is Phase.DIRTY:
             # A script that asks for a save here says that its state is whole here.

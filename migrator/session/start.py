@@ -77,7 +77,7 @@ def begin_generation(settings: Settings, storage: Storage, notices: Notices, abo
     """Claim this life's number, wait for an earlier life that is still saving, and look for ckpts."""
     storage.check()
     if traits := storage.traits():
-        log("object_store", root=storage.root, **dict[str, Any](traits))
+        log("storage", root=storage.root, **dict[str, Any](traits))
     for why in storage.weaknesses():
         log("storage_warning", level=logging.WARNING, why=why)
     fresh = settings.resume == "never"

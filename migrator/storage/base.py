@@ -195,6 +195,8 @@ class Upload(ABC):
 
     bytes: int
     """How many were written so far."""
+    takes_later = False
+    """What is written with `hold` may be taken until `finish` has returned."""
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:

@@ -164,6 +164,8 @@ class MemoryStorage(ObjectStorage):
 class MemoryUpload(Upload):
     """A pending upload."""
 
+    takes_later = True
+
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket = bucket
         self._id = bucket.begin(key)

@@ -135,6 +135,8 @@ class ObjectClient(ABC):
 class PartedUpload(Upload):
     """An upload that is sent in parts of one size, but for the last. Each is in memory once more."""
 
+    takes_later = True
+
     def __init__(self, where: str, part_size: int) -> None:
         self.where = where
         self.bytes = 0

@@ -139,6 +139,8 @@ class ObstoreClient(S3Client):
 class ObstoreUpload(Upload):
     """A multipart upload: a thread of ours hands obstore what is written."""
 
+    takes_later = True
+
     def __init__(self, client: ObstoreClient, key: str, size: int) -> None:
         self.bytes = 0
         self._client = client

@@ -4,8 +4,7 @@ A call that reports success without acting is detected: after it the name is loo
 Everything here raises `OSError`, as the kernel does; `posix` makes it an error of ours.
 
 Each change of the GIL's owner beside a busy training loop costs up to a second, so one
-read or write moves as much as it can. Filling the page cache is what makes an ordinary
-large write slow, so the kernel is asked to bypass it.
+read or write moves as much as it can. `page_cache` writes large files.
 
 The kernel is asked by way of `os` alone, here and in `posix`. So a test can put another
 one in its place, one that forgets what was not synced.
@@ -159,14 +158,19 @@ def is_there(path: Path) -> bool:
     return True
 
 
-def write_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
+def write_past_cache(fd: int, buffer: memoryview, offset: int) -> bool:
+    """Write a little and bypass the page cache; `OSError` if the kernel or the file system cannot."""
+    return os.pwritev(fd, [buffer], offset, _RWF_DONTCACHE) == len(buffer)
+
+
+def write_all(fd: int, buffers: Iterable[memoryview], offset: int, *, past_cache: bool = True) -> int:
     """Write all buffers one after another from `offset` on; returns the offset behind them."""
-    flags = _RWF_DONTCACHE
+    flags = _RWF_DONTCACHE if past_cache else 0
 
     def write(batch: Sequence[memoryview], at: int) -> int:
         nonlocal flags
         try:
-            return os.pwritev(fd, batch, at, flags)
+            return os.pwritev(fd, batch, at, flags) if flags else os.pwritev(fd, batch, at)
         except OSError as error:
             # The kernel or the file system cannot bypass the cache.
             if not flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):

@@ -95,7 +95,7 @@ def test_a_job_that_is_stopped_three_times_ends_as_if_nothing_had_happened(store
     assert_as_if_nothing_had_happened(story, reference)
     assert_each_sample_once(story, epochs=3, samples=SAMPLES)
     for life in story.lives:
-        (found,) = life.events("object_store")
+        (found,) = life.events("storage")
         assert (found["client"], found["conditional_writes"]) == ("s3fs", conditions.value)
 
 

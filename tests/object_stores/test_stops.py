@@ -40,7 +40,7 @@ def test_a_job_that_is_stopped_three_times_ends_as_if_nothing_had_happened(store
 
     assert_as_if_nothing_had_happened(story, reference)
     assert_each_sample_once(story, epochs=3, samples=SAMPLES)
-    assert all(life.events("object_store")[0]["client"] == client for life in story.lives)
+    assert all(life.events("storage")[0]["client"] == client for life in story.lives)
 
 
 def test_ranks_that_are_stopped_end_as_if_nothing_had_happened(stored: Job, client: str) -> None:

@@ -521,5 +521,6 @@ def instead_of_os() -> Iterator[None]:
     with (
         patch("migrator.storage.posix.os", KERNEL),
         patch("migrator.storage.posix_calls.os", KERNEL),
+        patch("migrator.storage.page_cache.sync_file_range", None),
     ):
         yield

@@ -180,8 +180,6 @@ EXPLAINED: dict[str, str] = {
     "ckpt/leaving_mark.wait_for_leaving | for generation in sorted(lineage[1:], reverse=True): | True to False": (
         "all waits are counted from one beginning: the order changes only which is named first"
     ),
-    "ckpt/part_writer._TensorDigests.piece | if tensor.data_ptr() != live.data_ptr() and end - start < place.end - place.start: | "
-    "< to <=": "a copy stays in memory until the next one is made; it is read only for more slices of its own tensor",
     "ckpt/tensor_file._fill | if place.end > place.start: | > to >=": "of an empty tensor no bytes are read in either case",
     "ckpt/tensor_file._fill.pieces | if start >= end: | >= to >": "one more piece, of no bytes",
     "session/restore.newest_usable | found.append(str(error)) | swap with next": "two lists; neither call looks at the other's",

@@ -107,7 +107,7 @@ def test_every_mutant_can_be_read_and_named(module: str) -> None:
     """Of the modules themselves: all parse, all differ, no two have one name."""
     source = source_of(module)
     mutants = all_of(module)
-    assert len({mutant.id for mutant in mutants}) == len(mutants) > 5
+    assert len({mutant.id for mutant in mutants}) == len(mutants) > 0
     for mutant in chance.some(module, mutants, 0.4):
         text = mutant.of(source)
         assert text != source

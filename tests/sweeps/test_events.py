@@ -58,7 +58,6 @@ NOT_REACHED: dict[str, str] = {
     "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
     "signal_early": "a life that is told so early touches nothing on the volume: jobs/test_early_notice.py",
     "fork": "it takes two lives at once: jobs/test_notices.py",
-    "object_store": "it takes an object store: object_stores/test_stops.py, and the crash search",
     **dict.fromkeys(
         ("count_begins_anew", "loops_alike", "workers_persist", "loader_too_large"),
         "a line of a loop's beginning, where nothing is on its way to the volume: jobs/test_ordinary_scripts.py",

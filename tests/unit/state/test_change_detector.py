@@ -170,22 +170,27 @@ def test_tensors_without_version_counters_are_marked_by_their_bytes() -> None:
 
 
 class Meddling(PosixStorage):
-    """A volume that lets something happen at the moment a part's file is opened, and when it is finished."""
+    """A volume that lets something happen when a part's file is opened, written to and finished."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, "job")
         self.at_open: Callable[[], None] = lambda: None
+        self.at_write: Callable[[], None] = lambda: None
         self.at_finish: Callable[[], None] = lambda: None
 
     def upload(self, name: str, *, size: int = 0) -> PosixUpload:
         file = super().upload(name, size=size)
-        finish = file.finish
+        finish, write = file.finish, file.write
+
+        def write_and_meddle(*what: Any, **more: Any) -> None:
+            write(*what, **more)
+            self.at_write()
 
         def finish_and_meddle() -> None:
             finish()
             self.at_finish()
 
-        file.finish = finish_and_meddle  # type: ignore[method-assign]
+        file.write, file.finish = write_and_meddle, finish_and_meddle  # type: ignore[method-assign]
         self.at_open()
         return file
 
@@ -355,12 +360,12 @@ def test_weights_swapped_in_and_out_while_the_part_is_written_are_seen_by_their_
 
 
 def test_one_element_changed_back_and_forth_is_seen_by_its_digest(tmp_path: Path) -> None:
-    """The proof at the end covers every byte, not the sampled ones."""
+    """The proof covers every byte, not the sampled ones."""
     memory = np.zeros(50_000, dtype=np.float32)
     work = bench(tmp_path, memory=torch.from_numpy(memory))
     capture = work.safe_point(3)
     work.storage.at_open = lambda: memory.__setitem__(1234, 1)
-    work.storage.at_finish = lambda: memory.__setitem__(1234, 0)
+    work.storage.at_write = lambda: memory.__setitem__(1234, 0)
 
     with pytest.raises(Unclean) as thrown:
         work.run(capture)
