@@ -183,7 +183,10 @@ class _Digests:
 
     def __enter__(self) -> _Digests:
         if self._thread is not None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there are as many threads as are allowed
+                self._thread = None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -418,6 +418,21 @@ def test_what_is_raised_at_that_moment_ends_the_writing(storage: PosixStorage, s
         assert "migrator-digests" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_where_no_thread_can_be_started_one_does_it_all(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last save must not fail for that."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    live = {"a": torch.ones(3000), "b": torch.ones(20, 30).t()}
+    monkeypatch.setattr(threading.Thread, "start", start)
+    record = write_part(storage, PART, live, proof=Proof(frozenset(live)))
+    monkeypatch.undo()
+    assert all(tensor.all() for tensor in read_part(storage, CKPT, record).values())
+
+
 def test_a_moment_that_was_not_the_right_one_is_tried_again_at_the_end(
     storage: PosixStorage, small_blocks: int
 ) -> None:
