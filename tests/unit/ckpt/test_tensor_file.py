@@ -427,9 +427,9 @@ def test_where_no_thread_can_be_started_one_does_it_all(
         raise RuntimeError("can't start new thread")
 
     live = {"a": torch.ones(3000), "b": torch.ones(20, 30).t()}
-    monkeypatch.setattr(threading.Thread, "start", start)
-    record = write_part(storage, PART, live, proof=Proof(frozenset(live)))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        record = write_part(storage, PART, live, proof=Proof(frozenset(live)))
     assert all(tensor.all() for tensor in read_part(storage, CKPT, record).values())
 
 
@@ -479,7 +479,7 @@ def test_a_copied_tensor_is_copied_once(storage: PosixStorage, small_blocks: int
         tensor.fill_(1)
 
     record = write_part(storage, PART, {"a": tensor}, after_block=change)
-    assert not read_part(storage, CKPT, record)["a"].any()
+    assert len(read_part(storage, CKPT, record)["a"].unique()) == 1
 
 
 def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: PosixStorage) -> None:
