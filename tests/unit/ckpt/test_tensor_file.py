@@ -476,10 +476,11 @@ def test_a_copied_tensor_is_copied_once(storage: PosixStorage, small_blocks: int
     tensor = torch.zeros(60, 50).t()
 
     def change(done: int, total: int) -> None:
-        tensor.fill_(1)
+        if done > 4096:  # the header
+            tensor.fill_(1)
 
     record = write_part(storage, PART, {"a": tensor}, after_block=change)
-    assert len(read_part(storage, CKPT, record)["a"].unique()) == 1
+    assert not read_part(storage, CKPT, record)["a"].any()
 
 
 def test_a_tensor_that_changes_its_shape_ends_the_attempt(storage: PosixStorage) -> None:
