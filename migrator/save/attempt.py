@@ -281,7 +281,7 @@ class Attempt:
         stood_still = self._context.gate.someone_waits
         copies = self._staging.copies(live)
         if copies is None:
-            if not self._has_stalled:
+            if not (self._has_stalled or self._staging.is_off):
                 self._has_stalled = True
                 log("gate_stall", level=logging.WARNING, why="no memory for a copy", step=self._capture.step)
             return

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from migrator.events import log
 from migrator.leaving.leaving import Leaving
 from migrator.loop.gate import Phase
-from migrator.save.attempt import Attempt
+from migrator.save.attempt import SMALL_BYTES, Attempt
 from migrator.save.context import SaveContext
 from migrator.save.progress import ForHook, Progress
 from migrator.save.results import GivenUp
 from migrator.save.speed import Speed
 from migrator.save.staging import StagingBuffer
 from migrator.state.capture import Capture
+
+_MARGIN = 2.0
+"""If the loop steps less often than this many saves take, it hardly ever comes to the gate while one is written."""
 
 
 class AttemptFactory:
@@ -35,12 +38,26 @@ class AttemptFactory:
         self._on_advance = on_advance
         self._staging = StagingBuffer()
         self._progress = Progress("saving")
+        self.interval_s = 0.0
+        """Seconds between the last two safe points."""
+        self._stepped_s = time.monotonic()
 
     def prepare(self) -> None:
-        """Take the memory for copies, before the loop stands at the gate."""
+        """Take the memory for copies before the loop stands at the gate, unless it will not, or not for long."""
         capture = self._context.gate.capture
-        if capture is not None:
-            self._staging.prepare(self._context.capturer.live(capture))
+        if capture is None:
+            return
+        tensors = self._context.capturer.live(capture)
+        size = sum(tensor.nbytes for tensor in tensors)
+        is_soon_written = size > SMALL_BYTES and _MARGIN * self._speed.takes_s(size) < self.interval_s
+        self._staging.is_off = self._context.gate.loop_waits or is_soon_written
+        if not self._staging.is_off:
+            self._staging.prepare(tensors)
+
+    def at_step(self) -> None:
+        """A safe point was reached."""
+        now_s = time.monotonic()
+        self.interval_s, self._stepped_s = now_s - self._stepped_s, now_s
 
     def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
         """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""

@@ -125,6 +125,7 @@ class Saver(threading.Thread):
 
     def at_step(self, step: int) -> None:
         """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
+        self._attempts.at_step()
         self._strategy.at_step(step, is_next_due=self._schedule.is_due_at(step + 1))
 
     def tell(self, notice: Notice) -> None:
@@ -201,8 +202,7 @@ class Saver(threading.Thread):
         saved: Saved | None = None
         failure: Exception | None = None
         try:
-            if not self._context.gate.loop_waits:
-                self._attempts.prepare()
+            self._attempts.prepare()
             saved = self._ckpts.newest = self._strategy.save()
         except Postponed:
             return

@@ -26,9 +26,13 @@ class Speed:
         if saved.size:
             self._bytes_per_s = saved.size / max(saved.took_s, 1e-6)
 
+    def takes_s(self, size: int) -> float:
+        """Seconds that a save of `size` bytes will take."""
+        return size / (self._bytes_per_s or _ASSUMED_BYTES_PER_S)
+
     def fits(self, size: int, left_s: float) -> bool:
         """A new save of `size` bytes would be done in time."""
-        return size / (self._bytes_per_s or _ASSUMED_BYTES_PER_S) < _OF_GRACE * left_s
+        return self.takes_s(size) < _OF_GRACE * left_s
 
     def warn_if_too_long(self, saved: Saved) -> None:
         """Once: the last save, in a pod that goes, will not take less time than this one did."""

@@ -21,6 +21,8 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self.is_off = False
+        """No copies are made in this save: the writing is over sooner than fresh memory would be filled."""
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Take memory for copies of these tensors, if the cgroup has it to spare."""
@@ -35,6 +37,8 @@ class StagingBuffer:
         """Copies of all tensors, or None if there is no memory for them."""
         if not tensors:
             return {}
+        if self.is_off:
+            return None
         needed = sum(map(_room_for, tensors.values()))
         if self._memory is None or self._memory.numel() < needed:
             # The state has grown since: the first step makes most of an optimizer's.
@@ -49,7 +53,7 @@ class StagingBuffer:
         return made
 
     def free(self) -> None:
-        self._memory = None
+        self._memory, self.is_off = None, False
 
 
 def _room_for(tensor: Tensor) -> int:

@@ -131,7 +131,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         begin=lambda: True, save=lambda: SAVED, retire=lambda: None, end=lambda *how: ends.append(how)
     )
     shared: Any = SimpleNamespace(
-        context=SimpleNamespace(rank=0, gate=SimpleNamespace(loop_waits=False)),
+        context=SimpleNamespace(rank=0),
         leaving=None,
         cond=None,
         schedule=None,
