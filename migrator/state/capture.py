@@ -40,6 +40,10 @@ _FLOOR_OTHERS_S = 20e-6
 others."""
 
 
+_NOTHING = Mark([])
+"""The mark of an object without tensors that must not change."""
+
+
 @dataclass
 class Capture:
     """The state of one safe point."""
@@ -115,7 +119,9 @@ class Capturer:
             except _Restless:
                 restless.add(name)
                 continue
-            marks[name] = Mark(adapter.watched(value), self._marks.get(name))
+            tensors = adapter.watched(value)
+            # Most objects (a scheduler, metrics) have no tensors, and their marks are all the same.
+            marks[name] = Mark(tensors, self._marks.get(name)) if tensors else _NOTHING
             self._weigh(name, adapter, perf_counter() - before_s, interval_s)
         self._marks = marks
         # Set at once: a save that fails meanwhile reads this to say why no safe point could be copied.

@@ -33,19 +33,19 @@ def copied(value: Any, within: frozenset[int] = frozenset()) -> Any:
         # If all values are scalars, one pass over their types is much faster than a call per value.
         if not set(map(type, items.values())) <= SCALARS:
             within |= {id(value)}
-            items = {key: copied(item, within) for key, item in items.items()}
+            items = {key: item if type(item) in SCALARS else copied(item, within) for key, item in items.items()}
         return _same_kind(value, items)
     if isinstance(value, (list, deque)):
         elements = list(value)
         if not set(map(type, elements)) <= SCALARS:
             within |= {id(value)}
-            elements = [copied(item, within) for item in elements]
+            elements = [item if type(item) in SCALARS else copied(item, within) for item in elements]
         return deque(elements, value.maxlen) if isinstance(value, deque) else elements
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, tuple):
         within |= {id(value)}
-        return tuple(copied(item, within) for item in value)
+        return tuple([item if type(item) in SCALARS else copied(item, within) for item in value])
     if isinstance(value, (set, frozenset)):
         return set(value) if isinstance(value, set) else frozenset(value)
     if isinstance(value, Tensor):
