@@ -30,7 +30,7 @@ from migrator.ckpt.tensor_file import Layout, Place, is_plain, memory, on_cpu
 from migrator.errors import SaveFailed
 from migrator.storage.base import Storage
 
-GROUP = 64 << 20
+GROUP = 16 << 20
 """Bytes that one call writes at least, if there are so many."""
 COPIES = 64 << 20
 """Bytes of copies that wait to be written at most, or one tensor: of tensors that do not lie in memory as in a file."""
@@ -171,7 +171,10 @@ class _Digests:
         self._is_told = False
         self._is_done = False
         """All have been through the second computation."""
+        self._views: dict[str, tuple[torch.Tensor, memoryview]] = {}
+        """Of the tensors that lie in memory as in a file: the bytes of what was fetched last."""
         self._copies: dict[str, torch.Tensor] = {}
+        """Of the others what was copied and is not written yet."""
         self._copied = 0
         self._waits_for_room = False
         self._is_over = False
@@ -347,7 +350,8 @@ class _Digests:
         place = piece.place
         if place is None or self._thread is None or place.name in self._copies:
             return
-        if is_plain(self._source(place)):
+        live = self._source(place)
+        if live is self._views.get(place.name, (None,))[0] or is_plain(live):
             return
         with self._cond:
             while self._copies and self._copied + place.end - place.start > COPIES and not self._is_over:
@@ -368,22 +372,28 @@ class _Digests:
             return memoryview(self._layout.header)[piece.start : piece.end]
         held = self._copies if copies is None else copies
         tensor = held.get(place.name)
-        if tensor is None:
-            live = self._source(place)
+        if tensor is not None:
+            return memory(tensor)[piece.start : piece.end]
+        live = self._source(place)
+        # The same tensor lies in the same memory: the caller's handle is its own, and nobody gives it other data.
+        known, view = self._views.get(place.name, (None, None))
+        if view is None or known is not live:
             tensor = on_cpu(live)
-            if tensor.data_ptr() != live.data_ptr():
-                if copies is not None:
-                    copies.clear()
-                    copies[place.name] = tensor
-                elif keep:
-                    with self._cond:
-                        self._copies[place.name] = tensor
-                        self._copied += tensor.nbytes
-        return memory(tensor)[piece.start : piece.end]
+            view = memory(tensor)
+            if tensor.data_ptr() == live.data_ptr():
+                self._views[place.name] = (live, view)
+            elif copies is not None:
+                copies.clear()
+                copies[place.name] = tensor
+            elif keep:
+                with self._cond:
+                    self._copies[place.name] = tensor
+                    self._copied += tensor.nbytes
+        return view[piece.start : piece.end]
 
     def _source(self, place: Place) -> torch.Tensor:
         live = _fetched(self._tensors[place.name])
-        if live.dtype != place.dtype or tuple(live.shape) != place.shape:
+        if live.dtype != place.dtype or live.shape != place.shape:
             raise SaveFailed(
                 f"{place.name} was {place.dtype} of shape {place.shape} when its save began "
                 f"and is {live.dtype} of shape {tuple(live.shape)} now; the attempt is of no use"
@@ -392,5 +402,4 @@ class _Digests:
 
 
 def _fetched(source: Any) -> torch.Tensor:
-    tensor = source if isinstance(source, torch.Tensor) else source()
-    return tensor.detach()
+    return source if isinstance(source, torch.Tensor) else source()
