@@ -18,12 +18,14 @@ All peers save the same tensors, keep what they can keep from one save to the ne
 - DCP `async_save`: one `DefaultStager`, kept, which copies in a thread of its own; the loop waits for the copy only
   before the optimizer's next step. `FileSystemWriter` syncs its files.
 - torchsnapshot `async_take`: returns when the state is copied. It does not sync its files, and nothing was added.
-- DLRover flash checkpoint: see `DLROVER`.
+- DLRover flash checkpoint: copies into shared memory, from where its agent writes. The agent is a process of its own,
+  as under `dlrover-run`. The file of the state is not synced; nothing was added.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -44,10 +46,10 @@ DURABLE_S = 120.0
 """Seconds until a save has to be durable, at most."""
 QUIET, QUIET_OURS = "no saves", "with migrator, no saves"
 
-DLROVER = (
-    "its checkpointer copies into the shared memory of an agent (`dlrover-run`), which writes it later; without the "
-    "agent there is nobody to write, so there is no save that could be waited for in a process of its own"
-)
+
+def dlrover_places(pid: int) -> list[Path]:
+    """What DLRover makes outside of its directory: the copy of the state, and sockets."""
+    return [Path(f"/dev/shm/bench-{pid}_ckpt_shm_0"), Path(f"/tmp/ckpt_sock/bench-{pid}")]
 
 
 class Way:
@@ -58,6 +60,10 @@ class Way:
         self.directory = directory
         self.durable_s = 0.0
         """When the last save was durable, by `perf_counter`; 0: it is not."""
+
+    @classmethod
+    def before_training(cls) -> None:
+        """Before there is a state: what a process is forked for must not hold a copy of it."""
 
     def begin(self) -> None:
         """Before the first step."""
@@ -175,6 +181,41 @@ class Torchsnapshot(Way):
             self.durable_s = time.perf_counter()
 
 
+class DlRover(Way):
+    @classmethod
+    def before_training(cls) -> None:
+        # What the launcher sets.
+        one = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "NODE_NUM")
+        os.environ.update(dict.fromkeys(one, "1") | dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"))
+        os.environ["TORCHELASTIC_RUN_ID"] = f"bench-{os.getpid()}"
+        os.environ["ROLE_NAME"] = "dlrover-trainer"  # else a copy of this process, with its state, becomes the agent
+        from dlrover.python.elastic_agent.torch.ckpt_saver import AsyncCheckpointSaver
+
+        # It ends with this process.
+        if os.fork() == 0:
+            suite.end_with_parent()
+            AsyncCheckpointSaver.start_async_saving_ckpt()
+            time.sleep(suite.LIFE_S)
+            os._exit(0)
+
+    def begin(self) -> None:
+        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+
+        self._checkpointer = DdpCheckpointer(str(self.directory))
+        self._count = 0
+
+    def save(self, path: Path) -> None:
+        from dlrover.trainer.torch.flash_checkpoint.ddp import StorageType
+
+        self._count += 1
+        self._checkpointer.save_checkpoint(self._count, self.training.state(), str(path), StorageType.DISK)
+
+    def look(self) -> None:
+        newest = self.directory / "dlrover_latest.txt"
+        if newest.exists() and newest.read_text().strip() == str(self._count):
+            self.durable_s = time.perf_counter()
+
+
 ROWS: dict[str, tuple[type[Way], str | None]] = {
     QUIET: (NoSaves, None),
     QUIET_OURS: (MigratorNoSaves, None),
@@ -182,6 +223,7 @@ ROWS: dict[str, tuple[type[Way], str | None]] = {
     "torch.save + fsync in the loop": (TorchSave, None),
     "DCP async_save": (DcpAsync, None),
     "torchsnapshot async_take, no fsync": (Torchsnapshot, "torchsnapshot"),
+    "DLRover flash checkpoint, no fsync": (DlRover, "dlrover[k8s]"),
 }
 """How each row saves, and the package that it takes."""
 
@@ -223,6 +265,7 @@ class Loop:
 
 def body(row: str, megabytes: int, step_s: float, directory: Path) -> Callable[[Tell], None]:
     def live(tell: Tell) -> None:
+        ROWS[row][0].before_training()
         training = Training(megabytes)
         place = directory / "saved"
         place.mkdir()
@@ -254,7 +297,12 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
     directory = Path(job["directory"])
     directory.mkdir()
     with Life(body(job["row"], job["megabytes"], job["step_s"], directory), directory / "log") as life:
-        found = life.wait_for("done")
+        try:
+            found = life.wait_for("done")
+        finally:
+            life.end()
+            for path in dlrover_places(life.pid):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     step_s = suite.median(found["quiet_s"])
     found["step_s"] = step_s
     found["stall_s"] = [max(s - step_s for s in save["steps_s"]) for save in found["saves"]]
@@ -294,8 +342,8 @@ def _table(found: dict[str, list[dict[str, Any]]], megabytes: int, step_s: float
             continue
         quiet_ms = 1000 * suite.median([one["step_s"] for one in lives])
         cells = [number(quiet_ms), number(ms(name, "stall_s")), number(ms(name, "slowdown_s"))]
-        cells.append(number(ms(name, "slowdown_s") / ms("migrator", "slowdown_s")))
         is_save = name not in (QUIET, QUIET_OURS)
+        cells.append(number(ms(name, "slowdown_s") / ms("migrator", "slowdown_s")) if is_save else "-")
         cells.append(number(ms(name, "durable_s") / 1000) if is_save else "-")
         table.rows.append([name, *cells, f"{max(0.0, suite.median([one['extra_mb'] for one in lives])):.0f}"])
         table.bars.append((name, ms(name, "slowdown_s")))
@@ -322,8 +370,6 @@ def main() -> None:
         for megabytes in sizes:
             step_s = options.step_ms / 1000
             result.tables.append(measure(result, servers, names, megabytes, rounds=rounds, step_s=step_s))
-    if not options.only:
-        result.skip("DLRover flash checkpoint", DLROVER)
     result.finish(options.json)
 
 

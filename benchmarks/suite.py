@@ -249,15 +249,31 @@ class Servers:
 
 
 _ENVIRONMENTS: dict[str, tuple[str | None, str]] = {}
+INSTALL_S = 300.0
+"""Seconds for the extras of a package, at most."""
 
 
 def environment(package: str) -> tuple[str | None, str]:
-    """The interpreter that has this package, or why there is none. Installed into `.venv-peers`, as for `s3.py`."""
+    """The interpreter that has this package, or why there is none. Installed into `.venv-peers`, as for `s3.py`. A
+    package may name extras: `dlrover[k8s]`."""
     if package not in _ENVIRONMENTS:
         from s3 import environments
 
-        found, lacks = environments([package])
-        _ENVIRONMENTS[package] = (found.get(package), lacks.get(package, ""))
+        name = package.partition("[")[0]
+        interpreters, lacks = environments([name])
+        found, why = interpreters.get(name), lacks.get(name, "")
+        if found is not None and name != package:
+            install = [found, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            try:
+                subprocess.run(
+                    [*install, "-c", str(ROOT / "constraints.txt"), package],
+                    check=True,
+                    capture_output=True,
+                    timeout=INSTALL_S,
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                found, why = None, f"cannot be installed: {error}"
+        _ENVIRONMENTS[package] = (found, why)
     return _ENVIRONMENTS[package]
 
 
