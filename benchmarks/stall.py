@@ -263,7 +263,7 @@ class Loop:
         return {"steps_s": took_s, "durable_s": way.durable_s - called_s}
 
 
-def body(row: str, megabytes: int, step_s: float, directory: Path) -> Callable[[Tell], None]:
+def body(row: str, megabytes: int, step_s: float, saves_wanted: int, directory: Path) -> Callable[[Tell], None]:
     def live(tell: Tell) -> None:
         ROWS[row][0].before_training()
         training = Training(megabytes)
@@ -273,7 +273,7 @@ def body(row: str, megabytes: int, step_s: float, directory: Path) -> Callable[[
         way.begin()
         loop, memory = Loop(way, step_s), None
         quiet_s, saves = [], []
-        for count in range(1 + SAVES):
+        for count in range(1 + saves_wanted):
             steps_s = [loop.step() for _ in range(QUIET_STEPS)]
             memory = memory or Memory()
             save = loop.save(place / f"save{count}")
@@ -296,7 +296,7 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
     """One life, in a server."""
     directory = Path(job["directory"])
     directory.mkdir()
-    with Life(body(job["row"], job["megabytes"], job["step_s"], directory), directory / "log") as life:
+    with Life(body(job["row"], job["megabytes"], job["step_s"], job["saves"], directory), directory / "log") as life:
         try:
             found = life.wait_for("done")
         finally:
@@ -311,19 +311,22 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure(result: Result, servers: Servers, names: list[str], megabytes: int, *, rounds: int, step_s: float) -> Table:
+def measure(
+    result: Result, servers: Servers, names: list[str], megabytes: int, *, rounds: int, saves: int, directory: Path
+) -> Table:
+    """All rows for one size."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with suite.scratch(Path(result.options["dir"])) as directory:
-        for turn, row in suite.turns(names, rounds):
-            place = directory / "life"
-            job = {"row": row, "megabytes": megabytes, "step_s": step_s, "directory": str(place)}
-            one = servers.ask(job, ROWS[row][1])
-            suite.emptied(place)
-            if "error" in one:
-                result.skip(f"{row}, {suite.size_name(megabytes)}", one["error"])
-                continue
-            found[row].append(one)
-            result.values.append({**one, "row": row, "megabytes": megabytes, "round": turn})
+    step_s = result.options["step_ms"] / 1000
+    for turn, row in suite.turns(names, rounds):
+        place = directory / "life"
+        job = {"row": row, "megabytes": megabytes, "step_s": step_s, "saves": saves, "directory": str(place)}
+        one = servers.ask(job, ROWS[row][1])
+        suite.emptied(place)
+        if "error" in one:
+            result.skip(f"{row}, {suite.size_name(megabytes)}", one["error"])
+            continue
+        found[row].append(one)
+        result.values.append({**one, "row": row, "megabytes": megabytes, "round": turn})
     return _table(found, megabytes, step_s)
 
 
@@ -364,12 +367,15 @@ def main() -> None:
     rounds = options.rounds or (1 if options.short else 5)
     names = suite.chosen(ROWS, options.only, usage)
     suite.say_how_idle()
-    said = {"mb": list(sizes), "rounds": rounds, "step_ms": options.step_ms, "dir": str(options.dir)}
-    result = Result("stall", suite.machine(options.dir), said)
-    with Servers(__file__) as servers:
+    result = Result(
+        "stall", suite.machine(options.dir), {"mb": list(sizes), "rounds": rounds, "step_ms": options.step_ms}
+    )
+    saves = 1 if options.short else SAVES
+    with suite.scratch(options.dir) as directory, Servers(__file__) as servers:
         for megabytes in sizes:
-            step_s = options.step_ms / 1000
-            result.tables.append(measure(result, servers, names, megabytes, rounds=rounds, step_s=step_s))
+            result.tables.append(
+                measure(result, servers, names, megabytes, rounds=rounds, saves=saves, directory=directory)
+            )
     result.finish(options.json)
 
 

@@ -217,13 +217,13 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(
-    result: Result, servers: Servers, names: list[str], megabytes: int, *, rounds: int, directory: Path
+    result: Result, servers: Servers, names: list[str], megabytes: int, *, rounds: int, saves: int, directory: Path
 ) -> None:
     """All rows for one size."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn, row in suite.turns(names, rounds):
         place = directory / "life"
-        job = {"row": row, "megabytes": megabytes, "saves": SAVES, "directory": str(place), "seed": turn}
+        job = {"row": row, "megabytes": megabytes, "saves": saves, "directory": str(place), "seed": turn}
         one = servers.ask(job)
         suite.emptied(place)
         if "error" in one:
@@ -273,12 +273,13 @@ def main() -> None:
     if options.mb:
         sizes = tuple(int(one) for one in options.mb.split(","))
     options.rounds = options.rounds or (1 if options.short else 5)
+    saves = 1 if options.short else SAVES
     names = suite.chosen(ROWS, options.only, usage)
     suite.say_how_idle()
     result = Result("time_to_safety", suite.machine(options.dir), {"mb": list(sizes), "rounds": options.rounds})
     with suite.scratch(options.dir) as directory, Servers(__file__) as servers:
         for megabytes in sizes:
-            measure(result, servers, names, megabytes, rounds=options.rounds, directory=directory)
+            measure(result, servers, names, megabytes, rounds=options.rounds, saves=saves, directory=directory)
     result.finish(options.json)
 
 
