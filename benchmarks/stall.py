@@ -35,11 +35,12 @@ from typing import Any
 import suite
 from suite import Life, Memory, Result, Servers, Table, Tell, Training, number, synced
 
-MEGABYTES = (250, 1000)
+SHORT_MEGABYTES: tuple[int, ...] = (250,)
+MEGABYTES: tuple[int, ...] = (250, 1000)
 SAVES = 3
 """Saves of one life that count."""
 QUIET_STEPS = 8
-"""Steps before each save, of which the first ones follow the deletion of the save before."""
+"""Steps before each save, at least; the first ones follow the deletion of the save before."""
 SETTLE_STEPS = 3
 NOTHING_S = 1.0
 DURABLE_S = 120.0
@@ -263,18 +264,23 @@ class Loop:
         return {"steps_s": took_s, "durable_s": way.durable_s - called_s}
 
 
-def body(row: str, megabytes: int, step_s: float, saves_wanted: int, directory: Path) -> Callable[[Tell], None]:
+def body(job: dict[str, Any], directory: Path) -> Callable[[Tell], None]:
+    row, step_s = job["row"], job["step_s"]
+
     def live(tell: Tell) -> None:
         ROWS[row][0].before_training()
-        training = Training(megabytes)
+        training = Training(job["megabytes"])
         place = directory / "saved"
         place.mkdir()
         way = ROWS[row][0](training, place)
         way.begin()
         loop, memory = Loop(way, step_s), None
         quiet_s, saves = [], []
-        for count in range(1 + saves_wanted):
-            steps_s = [loop.step() for _ in range(QUIET_STEPS)]
+        for count in range(1 + job["saves"]):
+            steps_s: list[float] = []
+            quiet_end_s = time.perf_counter() + job["pause_s"]
+            while len(steps_s) < QUIET_STEPS or time.perf_counter() < quiet_end_s:
+                steps_s.append(loop.step())
             memory = memory or Memory()
             save = loop.save(place / f"save{count}")
             if count:
@@ -296,7 +302,7 @@ def handle(job: dict[str, Any]) -> dict[str, Any]:
     """One life, in a server."""
     directory = Path(job["directory"])
     directory.mkdir()
-    with Life(body(job["row"], job["megabytes"], job["step_s"], job["saves"], directory), directory / "log") as life:
+    with Life(body(job, directory), directory / "log") as life:
         try:
             found = life.wait_for("done")
         finally:
@@ -320,6 +326,7 @@ def measure(
     for turn, row in suite.turns(names, rounds):
         place = directory / "life"
         job = {"row": row, "megabytes": megabytes, "step_s": step_s, "saves": saves, "directory": str(place)}
+        job["pause_s"] = result.options["pause_s"]
         one = servers.ask(job, ROWS[row][1])
         suite.emptied(place)
         if "error" in one:
@@ -361,15 +368,14 @@ def main() -> None:
     if options.serve:
         suite.serve(handle)
         return
-    sizes = (250,) if options.short else MEGABYTES
+    sizes = SHORT_MEGABYTES if options.short else MEGABYTES
     if options.mb:
         sizes = tuple(int(one) for one in options.mb.split(","))
     rounds = options.rounds or (1 if options.short else 5)
     names = suite.chosen(ROWS, options.only, usage)
     suite.say_how_idle()
-    result = Result(
-        "stall", suite.machine(options.dir), {"mb": list(sizes), "rounds": rounds, "step_ms": options.step_ms}
-    )
+    said = {"mb": list(sizes), "rounds": rounds, "step_ms": options.step_ms, "pause_s": suite.pause_s(options)}
+    result = Result("stall", suite.machine(options.dir), said)
     saves = 1 if options.short else SAVES
     with suite.scratch(options.dir) as directory, Servers(__file__) as servers:
         for megabytes in sizes:
