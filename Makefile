@@ -14,7 +14,7 @@ QUICK := tests/unit tests/docs tests/support tests/sweeps
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo demo-s3 test quick long sweeps crashes mutants peers lint types examples bench all clean
+.PHONY: demo demo-s3 test quick long sweeps crashes mutants peers lint types examples bench bench-full bench-parts all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -60,10 +60,20 @@ types: $(READY)
 examples: $(READY)  ## each example, stopped and resumed; the demo has a command of its own
 	$(PYTEST) -n 2 tests/docs/test_examples.py -k "not demo" $(TEST_ARGS)
 
-bench: $(READY)
+bench: $(READY)  ## what users call, beside other libraries, on small states; budget: 3 minutes on two cores
+	$(BIN)/python benchmarks/time_to_safety.py --short
+	$(BIN)/python benchmarks/stall.py --short
+	$(BIN)/python benchmarks/notice.py --short
+
+bench-full: $(READY)  ## the tables in docs/benchmarks.md: about two hours on a machine that does nothing else
+	$(BIN)/python benchmarks/time_to_safety.py
+	$(BIN)/python benchmarks/stall.py
+	$(BIN)/python benchmarks/notice.py
+	$(BIN)/python benchmarks/report.py
+
+bench-parts: $(READY)  ## parts by themselves: safe points, modules, hooks, ranks
 	$(BIN)/python benchmarks/safe_point.py
 	$(BIN)/python benchmarks/modules.py
-	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/hook.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/many_ranks.py
