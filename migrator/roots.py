@@ -79,9 +79,12 @@ def root(text: str) -> Path | str:
         raise ValueError(f"{_ROOT}; {no_storage}{f': {why}' if why else ''}")
     if scheme:
         try:
-            text = unquote(urlparse(text).path)
+            url = urlparse(text)
+            text = unquote(url.path)
         except ValueError:
-            text = ""
+            raise ValueError(_ROOT) from None
+        if url.netloc not in ("", "localhost") or url.query or url.fragment or url.params:
+            raise ValueError(f"{_ROOT}; file:// has three slashes, and ?, # or ; only in a directory")
     path = local_path(text)
     if path is None:
         raise ValueError(_ROOT)

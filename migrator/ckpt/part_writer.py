@@ -1,9 +1,10 @@
 """Writes a part, straight from tensor memory, and proves that the tensors stood still meanwhile.
 
 The digest of each piece is computed twice: before it is written, by a thread that runs ahead of the writing; and after
-it, by the same thread, when it has been through all pieces once. So the file holds what the tensors held, all of them
+it, by the same thread, when it has been through all pieces once. So the file holds what these tensors held, all of them
 together, at the moment between the two: each piece was the same before that moment and after it, and was written in
-between. Any change is seen, unless it was undone. Both computations run beside the disk, which is slower.
+between. Any change is seen, unless it was undone. Both computations run beside the disk, which is slower. Of tensors on
+a device, and between one part and the next, only the caller's marks show a change.
 
 A piece is fetched anew each time: the caller may have copied a tensor meanwhile and let the training loop change the
 live one.
@@ -33,9 +34,12 @@ from migrator.storage.base import Storage
 GROUP = 16 << 20
 """Bytes that one call writes at least, if there are so many."""
 COPIES = 64 << 20
-"""Bytes of copies that wait to be written at most, or one tensor: of tensors that do not lie in memory as in a file."""
+"""Bytes that copies which wait to be written take at most, unless one is larger. Tensors are copied that do not lie in
+memory as in a file: transposed, or on a device."""
 SMALL = 4 << 20
 """A part of fewer bytes is written without a thread."""
+_TICK_S = 0.5
+"""Seconds of one piece of a wait for the other thread."""
 
 
 class TensorsChanged(Exception):  # noqa: N818 - internal
@@ -54,12 +58,12 @@ class Proof:
     """The tensors that somebody may change."""
     reading: AbstractContextManager[Any] = nullcontext()
     """Held while the thread reads a tensor; the caller takes it to put a copy in a tensor's place."""
-    between: Callable[[], None] = lambda: None
-    """Called at the moment whose bytes are written. If it raises, another moment is tried, behind the writing; what it
-    raises then ends it."""
-    done: Callable[[str], None] = lambda _: None
+    at_the_moment: Callable[[], None] = lambda: None
+    """Called at the moment whose bytes are written. If it raises, the moment behind the last write is tried, and then
+    that behind the sync. What it raises there ends the writing."""
+    tensor_proven: Callable[[str], None] = lambda _: None
     """Called with each tensor that is proven, and not read any more."""
-    proven: Callable[[], None] = lambda: None
+    all_proven: Callable[[], None] = lambda: None
     """Called when all are, by the thread that writes. What it raises ends the writing."""
 
 
@@ -141,7 +145,7 @@ class _Stream:
         return self._hash.copy()
 
     def go_on_behind(self, piece: _Piece, state: Any) -> None:
-        self._block, self._hash = piece.block, state.copy()
+        self._block, self._hash = piece.block, state
 
 
 class _Digests:
@@ -156,27 +160,29 @@ class _Digests:
         """The last piece of each tensor."""
         self._cond = threading.Condition()
         self._known: list[str] = []
-        """The digests of the first pieces: those that have one."""
+        """The digests of the pieces, as far as they were computed."""
         self._behind: dict[int, Any] = {}
-        """What the second computation goes on with behind a piece that it passes over."""
+        """Of each piece that the second round passes over: the state of the digest behind it."""
         self._taken = 0
         """How many pieces were handed out to be written."""
         self._settled = 0
-        """How many the storage has taken the bytes of."""
+        """Of how many the storage needs the tensors' memory no more."""
         self._is_held = False
         """The storage may still take bytes of what was written."""
         self._is_late = False
         """The first moment was not the right one."""
+        self._waits_for_finish = False
+        """The second one neither."""
         self._is_finished = False
-        self._is_told = False
+        self._has_told = False
         self._is_done = False
         """All have been through the second computation."""
         self._views: dict[str, tuple[torch.Tensor, memoryview]] = {}
         """Of the tensors that lie in memory as in a file: the bytes of what was fetched last."""
         self._copies: dict[str, torch.Tensor] = {}
-        """Of the others what was copied and is not written yet."""
+        """Of the other tensors: copies that are not written yet."""
         self._copied = 0
-        self._waits_for_room = False
+        self._is_short_of_room = False
         self._is_over = False
         self._error: BaseException | None = None
         self._of_tensors: dict[str, Any] | None = {} if of_tensors else None
@@ -198,6 +204,10 @@ class _Digests:
             self._cond.notify_all()
         if self._thread is not None:
             self._thread.join()
+        # An error keeps its frames alive, and these the tensors, until the garbage is collected.
+        self._error = None
+        for held in (self._views, self._copies, self._behind):
+            held.clear()
 
     # The thread that writes.
 
@@ -231,15 +241,15 @@ class _Digests:
             self._second()
         with self._cond:
             while not (self._is_done or self._error or (self._is_for_the_end and not is_finished)):
-                self._cond.wait()
+                self._wait_for_thread()
         self._check()
-        if self._is_done and not self._is_told:
-            self._is_told = True
-            self._proof.proven()
+        if self._is_done and not self._has_told:
+            self._has_told = True
+            self._proof.all_proven()
 
     @property
     def _is_for_the_end(self) -> bool:
-        return self._is_held or self._is_late
+        return self._is_held or self._waits_for_finish
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -264,9 +274,15 @@ class _Digests:
                 while end < len(self._known) and size < GROUP:
                     size += self._pieces[end].end - self._pieces[end].start
                     end += 1
-                if size >= GROUP or end == len(self._pieces) or (end > self._taken and self._waits_for_room):
+                if size >= GROUP or end == len(self._pieces) or (end > self._taken and self._is_short_of_room):
                     return end
-                self._cond.wait()
+                self._wait_for_thread()
+
+    def _wait_for_thread(self) -> None:
+        self._cond.wait(_TICK_S)
+        if self._thread is not None and not (self._thread.is_alive() or self._error or self._is_done):
+            self._cond.wait(_TICK_S)
+            raise SaveFailed("the thread that computes digests has ended")
 
     def _check(self) -> None:
         if self._error is not None:
@@ -294,7 +310,7 @@ class _Digests:
                 found = stream.digest(piece, buffer)
                 if self._of_tensors is not None and piece.place is not None:
                     self._of_tensors.setdefault(piece.place.name, xxhash.xxh3_64()).update(buffer)
-            if not self._is_proven(piece):
+            if self._proof.names and not self._is_proven(piece):
                 self._behind[i] = stream.copy()
             self._known.append(found)
             fresh += piece.end - piece.start
@@ -303,22 +319,20 @@ class _Digests:
                 self._tell()
         if self._proof.names:
             try:
-                self._proof.between()
+                self._proof.at_the_moment()
             except Exception:  # weights may have been exchanged for an evaluation, and are back before the end
                 self._is_late = True
-                self._tell()
 
     def _second(self) -> None:
-        if self._is_late:
-            with self._cond:
-                while not (self._is_finished or self._is_over):
-                    self._cond.wait()
-            if self._is_over:
-                return
-            self._proof.between()
+        if not self._proof.names:
+            self._is_done = True
+            self._tell()
+            return
+        if self._is_late and not self._has_moment():
+            return
         stream, copies = _Stream(), dict[str, torch.Tensor]()
         for i, piece in enumerate(self._pieces):
-            if self._settled <= i and not self._is_settled(i):
+            if self._is_over or (self._settled <= i and not self._is_settled(i)):
                 return
             if not self._is_proven(piece):
                 stream.go_on_behind(piece, self._behind.pop(i))
@@ -329,14 +343,34 @@ class _Digests:
             if found != self._known[i]:
                 raise TensorsChanged([piece.place.name])
             if i == self._last[piece.place.name]:
-                self._proof.done(piece.place.name)
+                self._proof.tensor_proven(piece.place.name)
         self._is_done = True
         self._tell()
+
+    def _has_moment(self) -> bool:
+        """Wait for another moment. False: the writing is over before there is one."""
+        if not self._is_settled(len(self._pieces) - 1):
+            return False
+        if not self._is_finished:
+            try:
+                self._proof.at_the_moment()
+            except Exception:
+                with self._cond:
+                    self._waits_for_finish = True
+                    self._cond.notify_all()
+                    while self._thread is not None and not (self._is_finished or self._is_over):
+                        self._cond.wait(_TICK_S)
+                if not self._is_finished:
+                    return False
+            else:
+                return True
+        self._proof.at_the_moment()
+        return True
 
     def _is_settled(self, i: int) -> bool:
         with self._cond:
             while self._settled <= i and not self._is_over:
-                self._cond.wait()
+                self._cond.wait(_TICK_S)
             return not self._is_over
 
     def _tell(self) -> None:
@@ -355,10 +389,10 @@ class _Digests:
             return
         with self._cond:
             while self._copies and self._copied + place.end - place.start > COPIES and not self._is_over:
-                self._waits_for_room = True
+                self._is_short_of_room = True
                 self._cond.notify_all()
-                self._cond.wait()
-            self._waits_for_room = False
+                self._cond.wait(_TICK_S)
+            self._is_short_of_room = False
 
     def _buffer(
         self, piece: _Piece, *, keep: bool = False, copies: dict[str, torch.Tensor] | None = None

@@ -15,6 +15,7 @@ to the staging buffer; without memory for that it waits.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -45,6 +46,8 @@ from migrator.state.capture import Capture
 
 SMALL_BYTES = 64 << 20
 """Maximum size in bytes of state that is copied before it is written if the loop is to go on: 1 to 2 ms."""
+LONG_STALL_S = 1.0
+"""A loop that waits longer than this, in seconds, though there was memory for a copy, is told of."""
 
 
 class Attempt:
@@ -84,6 +87,8 @@ class Attempt:
         self._stood_still = False
         """The loop stood at the gate or in the safe point while its state was copied aside."""
         self._has_stalled = False
+        self._stalls_since_s = math.inf
+        """When the loop came to the gate, if it has to wait there for the end of the writing."""
         self._proven: set[str] = set()
         """What is written and was still the same behind that: it is not read any more."""
         self._reading = threading.Lock()
@@ -133,7 +138,8 @@ class Attempt:
         if self._context.size > 1 and self._may_open:
             # Only what is this rank's to write is read from now on.
             self._live &= {*state.own, *(plan.shares[share] if share is not None else ())}
-        if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES:
+        is_small = sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES
+        if self._may_open and is_small and not self._context.gate.loop_waits:
             self._step_apart()
         mine = RankRecord(self._context.rank, plan.at, plan.digest, same, state.objects, state.extra)
         if self._context.size == 1:
@@ -240,7 +246,8 @@ class Attempt:
     def _write(self, name: str, keys: Iterable[str]) -> PartRecord:
         sources = {key: self._reader(key) for key in keys}
         # On a device only the marks show a change.
-        read = (key for key in self._live & sources.keys() if self._tensors[key].device.type == "cpu")
+        live = set() if self._is_apart else self._live & sources.keys()
+        read = (key for key in live if self._tensors[key].device.type == "cpu")
         proof = Proof(
             frozenset(read), self._reading, self._check_at_that_moment, self._proven.add, lambda: self._let_go(sources)
         )
@@ -281,7 +288,9 @@ class Attempt:
         stood_still = self._context.gate.someone_waits
         copies = self._staging.copies(live)
         if copies is None:
-            if not (self._has_stalled or self._staging.is_off):
+            if self._staging.is_off:
+                self._stalls_since_s = min(self._stalls_since_s, start_s)
+            elif not self._has_stalled:
                 self._has_stalled = True
                 log("gate_stall", level=logging.WARNING, why="no memory for a copy", step=self._capture.step)
             return
@@ -300,9 +309,15 @@ class Attempt:
         """A part is proven. If nothing else is to be read, the loop need not wait for the sync and the commit."""
         self._proven.update(keys)
         if self._may_open and not self._is_apart and self._live <= self._proven:
-            self._check_marks()
-            self._is_apart = True
+            # A loop that stands still changes nothing. If it does when it is let go, that is nothing to this save.
+            stood_still = self._context.gate.someone_waits
+            self._check_still()
+            self._is_apart, self._stood_still = True, stood_still
             self._context.gate.open()
+            stalled_s = time.monotonic() - self._stalls_since_s
+            if stalled_s > LONG_STALL_S:
+                why = "nothing was copied, because the loop had stepped rarely"
+                log("gate_stall", level=logging.WARNING, why=why, took_s=stalled_s, step=self._capture.step)
 
     def _check_at_that_moment(self) -> None:
         """The moment whose bytes are written is that of the safe point."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 from migrator.events import log
@@ -18,6 +19,9 @@ from migrator.state.capture import Capture
 
 _MARGIN = 2.0
 """If the loop steps less often than this many saves take, it hardly ever comes to the gate while one is written."""
+
+INTERVALS = 8
+"""So many are looked at: behind an evaluation one of them is long."""
 
 
 class AttemptFactory:
@@ -38,9 +42,9 @@ class AttemptFactory:
         self._on_advance = on_advance
         self._staging = StagingBuffer()
         self._progress = Progress("saving")
-        self.interval_s = 0.0
-        """Seconds between the last two safe points."""
-        self._stepped_s = time.monotonic()
+        self._intervals_s: deque[float] = deque(maxlen=INTERVALS)
+        """Seconds between safe points, the last ones."""
+        self._stepped_s: float | None = None
 
     def prepare(self) -> None:
         """Take the memory for copies before the loop stands at the gate, unless it will not, or not for long."""
@@ -49,15 +53,19 @@ class AttemptFactory:
             return
         tensors = self._context.capturer.live(capture)
         size = sum(tensor.nbytes for tensor in tensors)
-        is_soon_written = size > SMALL_BYTES and _MARGIN * self._speed.takes_s(size) < self.interval_s
-        self._staging.is_off = self._context.gate.loop_waits or is_soon_written
-        if not self._staging.is_off:
+        is_soon_written = size > SMALL_BYTES and _MARGIN * self._speed.takes_s(size) < min(
+            self._intervals_s, default=0.0
+        )
+        self._staging.is_off = is_soon_written
+        if not (is_soon_written or self._context.gate.loop_waits):
             self._staging.prepare(tensors)
 
     def at_step(self) -> None:
         """A safe point was reached."""
         now_s = time.monotonic()
-        self.interval_s, self._stepped_s = now_s - self._stepped_s, now_s
+        if self._stepped_s is not None:
+            self._intervals_s.append(now_s - self._stepped_s)
+        self._stepped_s = now_s
 
     def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
         """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""

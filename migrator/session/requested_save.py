@@ -37,9 +37,11 @@ class RequestedSave:
         if in_main and (why := self._safe_points.why_not_whole()) is not None:
             at = "there is no ckpt" if newest is None else f"the newest ckpt is {newest.ckpt}, of step {newest.step}"
             raise SaveFailed(f"save_ckpt(): {why}. What is half done is not saved; {at}.")
-        self._gate.loop_waits = wait and in_main
-        try:
+        if not (wait and in_main):
             return self._asked(in_main=in_main, wait=wait)
+        self._gate.loop_waits = True
+        try:
+            return self._asked(in_main=True, wait=True)
         finally:
             self._gate.loop_waits = False
 

@@ -20,6 +20,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from migrator.storage import posix_calls as calls
 
@@ -28,7 +29,8 @@ PIECE = 8 << 20
 PIECE_MAX = 32 << 20
 """Bytes of one write at most."""
 WINDOW = 48 << 20
-"""Bytes that are under way to the disk at most, before a piece of the largest size comes on top."""
+"""Bytes that may be under way to the disk when the next piece is written."""
+PAGE = 4096
 _SLOW_S = 0.02
 """A write that takes longer, in seconds, makes the next ones larger."""
 
@@ -70,30 +72,43 @@ def _sync_file_range() -> SyncFileRange | None:
 sync_file_range = _sync_file_range()
 
 
-def find_way(fd: int) -> Way:
-    """The best way that works for this new file. Its first bytes are written."""
+@dataclass(frozen=True)
+class Bypass:
+    """What works on a volume."""
+
+    way: Way
+    waits: bool = False
+    """The kernel can be asked to wait for a range of a file."""
+
+
+def find_bypass(fd: int) -> Bypass:
+    """Tried with this new file. Its first bytes are written."""
+    # All errors here: later an error of a wait is one of the disk, which is told once, and nowhere else.
+    waits = False
+    if sync_file_range is not None and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            sync_file_range(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+            waits = True
     try:
         if calls.write_past_cache(fd, memoryview(b"probe"), 0):
-            return Way.DONTCACHE
+            return Bypass(Way.DONTCACHE, waits)
+    except NotImplementedError:  # the C library that Python was built with has no call for it
+        pass
     except OSError as error:
         if error.errno not in _UNKNOWN:
             raise
-    if sync_file_range is not None and hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            sync_file_range(fd, 0, 0, _WRITE)
-            return Way.DROP_BEHIND
-    return Way.NONE
+    return Bypass(Way.DROP_BEHIND, waits) if waits else Bypass(Way.NONE)
 
 
 class LargeFile:
     """A file that is written from front to back."""
 
-    def __init__(self, fd: int, way: Way) -> None:
+    def __init__(self, fd: int, bypass: Bypass) -> None:
         self._fd = fd
-        self._way = way
+        self._way = bypass.way
+        self._waits = bypass.waits and bypass.way is not Way.NONE
         self._piece = PIECE
         self._under_way: deque[tuple[int, int]] = deque()
-        self._waits = way is not Way.NONE and sync_file_range is not None
         self.size = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
@@ -102,9 +117,9 @@ class LargeFile:
         while rest:
             start_s = time.perf_counter()
             begin = self.size
-            self.size = calls.write_all(
-                self._fd, _taken(rest, self._piece), begin, past_cache=self._way is Way.DONTCACHE
-            )
+            # Up to the end of a page: one that is written twice has to be waited for.
+            piece = _taken(rest, self._piece - (begin + self._piece) % PAGE)
+            self.size = calls.write_all(self._fd, piece, begin, past_cache=self._way is Way.DONTCACHE)
             if time.perf_counter() - start_s > _SLOW_S:
                 self._piece = min(2 * self._piece, PIECE_MAX)
             if self._waits:
@@ -113,25 +128,20 @@ class LargeFile:
     def _hand_over(self, begin: int, size: int) -> None:
         """Have these bytes written, and wait until not too much is under way."""
         assert sync_file_range is not None
-        try:
-            if self._way is Way.DROP_BEHIND:
-                sync_file_range(self._fd, begin, size, _WRITE)
-            self._under_way.append((begin, size))
-            if sum(size for _, size in self._under_way) <= WINDOW:
-                return
-            # A third of it at once: each call may have to wait for the interpreter's lock.
-            first, last = self._under_way[0][0], 0
-            while self._under_way and last - first < WINDOW // 3:
-                begin, size = self._under_way.popleft()
-                last = begin + size
-            # An error of the disk is told here and not by the sync at the end.
-            sync_file_range(self._fd, first, last - first, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
-            if self._way is Way.DROP_BEHIND:
-                os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            if error.errno not in _UNKNOWN:
-                raise
-            self._waits = False
+        if self._way is Way.DROP_BEHIND:
+            sync_file_range(self._fd, begin, size, _WRITE)
+        self._under_way.append((begin, size))
+        if sum(size for _, size in self._under_way) <= WINDOW:
+            return
+        # A third of it at once: each call may have to wait for the interpreter's lock.
+        first, last = self._under_way[0][0], 0
+        while self._under_way and last - first < WINDOW // 3:
+            begin, size = self._under_way.popleft()
+            last = begin + size
+        # An error of the disk is told here and not by the sync at the end.
+        sync_file_range(self._fd, first, last - first, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
+        if self._way is Way.DROP_BEHIND:
+            os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
 
 
 def _taken(rest: deque[memoryview], size: int) -> Iterator[memoryview]:

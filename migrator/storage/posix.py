@@ -37,7 +37,7 @@ from migrator.errors import (
 )
 from migrator.storage import posix_calls as calls
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
-from migrator.storage.page_cache import LargeFile, Way, find_way
+from migrator.storage.page_cache import Bypass, LargeFile, Way, find_bypass
 
 _READ_MAX = 16 << 20
 """Bytes that one call reads of a small file, so that its limit and not its size takes memory."""
@@ -87,7 +87,7 @@ class PosixStorage(Storage):
         self.root = Path(root).absolute()
         self.directory = self.root / job
         self._place = str(self.directory)
-        self._way = Way.DONTCACHE
+        self._bypass = Bypass(Way.DONTCACHE)
 
     def __repr__(self) -> str:
         return f"PosixStorage({str(self.directory)!r})"
@@ -99,17 +99,17 @@ class PosixStorage(Storage):
         self.make_directory("")
         self._sync_above()
         probe(self, calls.aside(Path("probe")).name)
-        self._way = self._found_way()
+        self._bypass = self._found_bypass()
 
     def traits(self) -> dict[str, str]:
-        return {"writes": self._way.value}
+        return {"writes": self._bypass.way.value}
 
-    def _found_way(self) -> Way:
+    def _found_bypass(self) -> Bypass:
         aside = calls.aside(self.directory / "probe")
         with as_storage_error("write", aside):
             fd = calls.create(aside)
             try:
-                return find_way(fd)
+                return find_bypass(fd)
             finally:
                 os.close(fd)
                 calls.unlink(aside)
@@ -184,7 +184,7 @@ class PosixStorage(Storage):
         self._make(target.parent)
         # Even if another process has made the directory: it may have died before its name was durable.
         self._sync(target.parent.parent)
-        return PosixUpload(target, self._way, self._sync)
+        return PosixUpload(target, self._bypass, self._sync)
 
     def list(self, directory: str = "") -> builtins.list[str]:
         return [name for name in self._names(directory) if not name.startswith(calls.HIDDEN)]
@@ -315,7 +315,7 @@ class PosixReader(Reader):
 class PosixUpload(Upload):
     """A file that has a hidden name until it is whole and synced."""
 
-    def __init__(self, target: Path, way: Way, sync_directory: Callable[[Path], None]) -> None:
+    def __init__(self, target: Path, bypass: Bypass, sync_directory: Callable[[Path], None]) -> None:
         self._target = target
         self._sync_directory = sync_directory
         self._aside = calls.aside(target)
@@ -323,7 +323,7 @@ class PosixUpload(Upload):
         self.bytes = 0
         with as_storage_error("write", target):
             self._fd = calls.create(self._aside)
-        self._file = LargeFile(self._fd, way)
+        self._file = LargeFile(self._fd, bypass)
 
     def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
         with as_storage_error("write", self._target, needed=sum(map(len, buffers))):

@@ -477,6 +477,10 @@ def files():
 
 def show(what, value):
     print(what, json.dumps(value))
+
+def idle():  # old ckpts are deleted behind the answer
+    while migrator._session._saver.is_busy:
+        time.sleep(0.001)
 """
 
 
@@ -485,10 +489,12 @@ def test_nothing_is_leaked(job: Job) -> None:
     before = LEAKS + "atexit.register(lambda: show('at the end', threads()))\nshow('at first', threads())\n"
     body = """
 migrator.save_ckpt()
+idle()
 one = files(), threads()
 for _ in range(100):
     train(1)
     migrator.save_ckpt()
+idle()
 show("after one", one)
 show("after many", (files(), threads()))
 """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import json
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -154,7 +157,7 @@ def test_a_kernel_that_cannot_pass_the_cache_by_writes_all_the_same(
 
     monkeypatch.setattr(os, "pwritev", refuse)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    write_all(fd, [memoryview(b"abc")], 0)
+    write_all(fd, [memoryview(b"abc")], 0, past_cache=True)
     os.close(fd)
     assert (tmp_path / "file").read_bytes() == b"abc"
 
@@ -169,7 +172,7 @@ def test_a_failure_is_told_at_once_and_not_tried_again(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "pwritev", fail)
     with pytest.raises(OSError, match="Input/output"):
-        write_all(-1, [memoryview(b"abc")], 0)
+        write_all(-1, [memoryview(b"abc")], 0, past_cache=True)
     assert len(calls) == 1
 
 
@@ -366,7 +369,7 @@ def test_a_change_while_it_is_written_shows(
         live[name][index] = 1.0
 
     with pytest.raises(TensorsChanged, match=name):
-        write_part(storage, PART, live, proof=Proof(frozenset(live), between=change))
+        write_part(storage, PART, live, proof=Proof(frozenset(live), at_the_moment=change))
     assert storage.list(CKPT) == []
 
 
@@ -378,7 +381,7 @@ def test_only_what_must_stand_still_is_computed_again(storage: PosixStorage, sma
     def after(at: int, total: int) -> None:
         live["moves"].add_(1)
 
-    proof = Proof(frozenset({"a", "z"}), done=done.append, proven=lambda: done.append("all"))
+    proof = Proof(frozenset({"a", "z"}), tensor_proven=done.append, all_proven=lambda: done.append("all"))
     write_part(storage, PART, {"a": live["a"], "moves": live["moves"], "z": live["z"]}, after_block=after, proof=proof)
     assert done == ["a", "z", "all"]
 
@@ -386,7 +389,7 @@ def test_only_what_must_stand_still_is_computed_again(storage: PosixStorage, sma
         live["z"].add_(1)
 
     with pytest.raises(TensorsChanged, match="z"):
-        write_part(storage, PART, live, proof=replace(proof, between=change))
+        write_part(storage, PART, live, proof=replace(proof, at_the_moment=change))
 
 
 def test_what_may_be_taken_later_is_proven_later(small_blocks: int) -> None:
@@ -412,7 +415,7 @@ def test_what_is_raised_at_that_moment_ends_the_writing(storage: PosixStorage, s
     def refuse() -> None:
         raise KeyError("not now")
 
-    for proof in (Proof(frozenset("a"), between=refuse), Proof(frozenset("a"), proven=refuse)):
+    for proof in (Proof(frozenset("a"), at_the_moment=refuse), Proof(frozenset("a"), all_proven=refuse)):
         with pytest.raises(KeyError, match="not now"):
             write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
         assert "migrator-digests" not in {thread.name for thread in threading.enumerate()}
@@ -433,19 +436,74 @@ def test_where_no_thread_can_be_started_one_does_it_all(
     assert all(tensor.all() for tensor in read_part(storage, CKPT, record).values())
 
 
-def test_a_moment_that_was_not_the_right_one_is_tried_again_at_the_end(
-    storage: PosixStorage, small_blocks: int
+@pytest.mark.parametrize("small", [0, 1 << 30])
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+def test_a_moment_that_was_not_the_right_one_is_tried_again(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, small: int, wrong: int
 ) -> None:
-    """Weights were exchanged for an evaluation, and are back: nothing that was written is wrong."""
-    moments: list[bool] = []
+    """Weights were exchanged for an evaluation, and are back: nothing that was written is wrong.
 
-    def between() -> None:
+    Behind the writing, and then behind the sync; there it counts.
+    """
+    monkeypatch.setattr(part_writer, "SMALL", small)
+    moments: list[bool] = []
+    told: list[bool] = []
+
+    def moment() -> None:
         moments.append(storage.size(PART) is not None)
-        if len(moments) == 1:
+        if len(moments) <= wrong:
             raise KeyError("not now")
 
-    write_part(storage, PART, {"a": torch.zeros(3000)}, proof=Proof(frozenset("a"), between=between))
-    assert moments == [False, True]
+    proof = Proof(frozenset("a"), at_the_moment=moment, all_proven=lambda: told.append(storage.size(PART) is not None))
+    if wrong == 3:
+        with pytest.raises(KeyError, match="not now"):
+            write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
+    else:
+        write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
+    assert moments == [False, False, True][: wrong + 1]
+    assert told == [[False], [True], []][wrong - 1]
+
+
+@pytest.mark.parametrize("place", ["first group", "room", "settled"])
+def test_a_writing_that_is_given_up_ends_at_once(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Wherever the other thread is: computing, waiting for room, waiting for what is to be written."""
+    monkeypatch.setattr(part_writer, "COPIES", 0)
+    live = {f"t{i}": torch.arange(600.0).reshape(20, 30).t() for i in range(20)}
+    if place != "room":
+        live = {name: tensor.contiguous() for name, tensor in live.items()}
+    seen = threading.Event()
+
+    def give_up(done: int, total: int) -> None:
+        if place == "settled":
+            assert seen.wait(10)
+        raise KeyError("a notice came")
+
+    proof = Proof(frozenset(live), at_the_moment=seen.set)
+    with pytest.raises(KeyError, match="a notice came"):
+        write_part(storage, PART, live, after_block=give_up, proof=proof)
+    assert "migrator-digests" not in {thread.name for thread in threading.enumerate()}
+    assert storage.list(CKPT) == []
+
+
+def test_what_failed_keeps_no_tensor_alive(storage: PosixStorage, small_blocks: int) -> None:
+    """Loops switch the garbage collector off; the memory of copies must be free again all the same."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = {"a": torch.zeros(3000)}
+        gone = weakref.ref(tensors["a"])
+
+        def change() -> None:
+            tensors["a"].add_(1)
+
+        with contextlib.suppress(TensorsChanged):
+            write_part(storage, PART, tensors, proof=Proof(frozenset("a"), at_the_moment=change))
+        tensors.clear()
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("room", [0, 5000, 1 << 20])
