@@ -28,7 +28,7 @@ from migrator.save.staging import StagingBuffer
 from migrator.state.capture import Capture, Capturer
 from migrator.storage.base import Storage
 from migrator.storage.memory import Bucket, MemoryStorage, MemoryUpload
-from migrator.storage.posix import PosixStorage
+from migrator.storage.posix import PosixStorage, PosixUpload
 from tests.support.crashes import Toy
 from tests.support.volume import Calls, names_in, save
 
@@ -510,3 +510,160 @@ def test_why_a_part_is_gone(tmp_path: Path, lives: int, why: str) -> None:
         part.unlink()
     with pytest.raises(StorageError, match=why):
         commit(storage, manifest)
+
+
+# The gate opens behind the proof.
+
+
+class Opening:
+    """What happens in which order while an attempt of a state that is not small writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
+        self.said: list[str] = []
+        monkeypatch.setattr("migrator.save.attempt.SMALL_BYTES", -1)
+        monkeypatch.setattr("migrator.ckpt.part_writer.GROUP", 1)
+        monkeypatch.setattr(Gate, "someone_waits", property(lambda _: waits))
+        self.copied: list[set[str]] = []
+        real_open, real_finish, real_copies = Gate.open, PosixUpload.finish, StagingBuffer.copies
+        self.at_finish: Callable[[], None] = lambda: None
+
+        def opened(gate: Gate) -> None:
+            self.said.append("opens")
+            real_open(gate)
+
+        def finish(upload: PosixUpload) -> None:
+            self.said.append("syncs")
+            real_finish(upload)
+            self.at_finish()
+
+        def copies(staging: StagingBuffer, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+            self.copied.append(set(tensors))
+            return real_copies(staging, tensors)
+
+        monkeypatch.setattr(Gate, "open", opened)
+        monkeypatch.setattr(PosixUpload, "finish", finish)
+        monkeypatch.setattr(StagingBuffer, "copies", copies)
+
+
+def test_the_loop_goes_on_behind_the_last_byte_and_nothing_is_copied_for_it(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not behind the sync and the commit, which need no tensor."""
+    order = Opening(monkeypatch)
+    attempts(storage, may_open=True)[0].run()
+    assert order.said == ["opens", "syncs"]
+    assert order.copied == []
+
+
+def test_the_last_save_opens_nothing(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step follows it."""
+    order = Opening(monkeypatch)
+    attempts(storage, may_open=False)[0].run()
+    assert order.said == ["syncs"]
+
+
+def test_what_is_a_ranks_own_is_proven_before_the_loop_goes_on(
+    storage: PosixStorage, shared_out: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its share comes first, and its own state is read behind it."""
+    monkeypatch.setattr("migrator.save.frozen_state.OWN_INLINE_BYTES", 0)
+    order = Opening(monkeypatch)
+    one, _ = attempts(storage, size=2, may_open=True)
+
+    def planned() -> Any:
+        one._live = set(one._tensors)
+        return Attempt._planned(one)
+
+    monkeypatch.setattr(one, "_planned", planned)
+    one.share()
+    assert order.said == ["syncs", "opens", "syncs"]
+
+
+def test_a_change_between_the_proof_and_the_opening_is_seen(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the marks, once more."""
+    order, toy = Opening(monkeypatch), Toy()
+    (attempt,) = attempts(storage, toys=[toy], may_open=True)
+    attempt._proven = Meddling(lambda: toy.set(7.0))
+    with pytest.raises(Unclean, match="model"):
+        attempt.run()
+    assert order.said == []
+
+
+class Meddling(set[str]):
+    """Something happens when all is proven."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def update(self, *more: Any) -> None:
+        super().update(*more)
+        self._happens()
+
+
+def test_a_loop_that_stood_still_may_change_its_state_when_it_is_let_go(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weights exchanged for an evaluation, while the sync of the save still runs: what was saved is right."""
+    order, toy = Opening(monkeypatch, waits=True), Toy()
+    order.at_finish = lambda: toy.set(7.0)
+    (attempt,) = attempts(storage, toys=[toy], may_open=True)
+    attempt._staging.is_off = True
+    assert attempt.run().ckpt == FIRST
+    assert order.said == ["opens", "syncs"]
+    toy.set(0.0)
+
+
+def test_what_is_proven_is_not_copied_any_more(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop comes to the gate in the middle."""
+    order = Opening(monkeypatch, waits=True)
+    (attempt,) = attempts(storage, may_open=True)
+
+    def planned() -> Any:
+        attempt._proven.add(min(attempt._live))
+        return Attempt._planned(attempt)
+
+    monkeypatch.setattr(attempt, "_planned", planned)
+    attempt.share()
+    assert len(attempt._live) > 1
+    assert order.copied == [attempt._live - {min(attempt._live)}]
+
+
+def test_a_loop_that_comes_behind_the_last_byte_waits_for_no_copy(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof takes less time."""
+    order = Opening(monkeypatch)
+    made = attempts(storage, may_open=True)
+
+    def on_block(done: int, total: int) -> None:
+        monkeypatch.setattr(Gate, "someone_waits", property(lambda _: done == total))
+
+    monkeypatch.setattr(made[0], "_on_block", on_block)
+    made[0].share()
+    assert order.copied == []
+    assert order.said == ["opens", "syncs"]
+
+
+def test_the_gate_opens_when_nothing_reads_live_memory_any_more(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies take the tensors' places only between two of the other thread's looks."""
+    Opening(monkeypatch, waits=True)
+    (attempt,) = attempts(storage, may_open=True)
+    is_held: list[bool] = []
+
+    class Tensors(dict[str, torch.Tensor]):
+        def update(self, *more: Any) -> None:
+            is_held.append(attempt._reading.locked())
+            super().update(*more)
+
+    def planned() -> Any:
+        attempt._tensors = Tensors(attempt._tensors)
+        return Attempt._planned(attempt)
+
+    monkeypatch.setattr(attempt, "_planned", planned)
+    attempt.share()
+    assert is_held == [True]
