@@ -2,14 +2,15 @@
 
 Large tensors are read from where they are, while the training loop goes on towards
 its next step. Three things make that right: the gate holds the next step back, the
-change detector compares the tensors with the marks of the safe point before the first byte
-is read, and at the end every tensor must still have the digest it was written with.
+change detector compares the tensors with the marks of the safe point, and every tensor
+must still have the digest it was written with (`part_writer`).
 If any of them says no, the attempt is thrown away: nothing was committed, nothing
 is lost but time.
 
 A training loop that arrives at the gate while a save that is not the last one is
-being written is let through as soon as everything not yet safe has been copied
-to the staging buffer; without memory for that it waits.
+being written is let through as soon as everything not yet written and proven has been
+copied to the staging buffer; without memory for that it waits. When all is proven the
+gate opens: the sync and the commit need no tensor.
 """
 
 from __future__ import annotations
