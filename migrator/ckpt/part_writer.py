@@ -59,8 +59,7 @@ class Proof:
     reading: AbstractContextManager[Any] = nullcontext()
     """Held while the thread reads a tensor; the caller takes it to put a copy in a tensor's place."""
     at_the_moment: Callable[[], None] = lambda: None
-    """Called at the moment whose bytes are written. If it raises, the moment behind the last write is tried, and then
-    that behind the sync. What it raises there ends the writing."""
+    """Called at the moment whose bytes are written. What it raises ends the writing."""
     tensor_proven: Callable[[str], None] = lambda _: None
     """Called with each tensor that is proven, and not read any more."""
     all_proven: Callable[[], None] = lambda: None
@@ -169,10 +168,6 @@ class _Digests:
         """Of how many the storage needs the tensors' memory no more."""
         self._is_held = False
         """The storage may still take bytes of what was written."""
-        self._is_late = False
-        """The first moment was not the right one."""
-        self._waits_for_finish = False
-        """The second one neither."""
         self._is_finished = False
         self._has_told = False
         self._is_done = False
@@ -232,24 +227,20 @@ class _Digests:
             self._cond.notify_all()
 
     def prove(self, *, is_finished: bool = False) -> None:
-        """Wait until all was computed again. What has to wait for the end of the upload waits for the second call."""
+        """Wait until all was computed again. Behind an upload that holds bytes the second call does it."""
         with self._cond:
             if is_finished:
                 self._is_finished, self._settled = True, len(self._pieces)
                 self._cond.notify_all()
-        if self._thread is None and not self._is_done and (is_finished or not self._is_for_the_end):
+        if self._thread is None and not self._is_done and (is_finished or not self._is_held):
             self._second()
         with self._cond:
-            while not (self._is_done or self._error or (self._is_for_the_end and not is_finished)):
+            while not (self._is_done or self._error or (self._is_held and not is_finished)):
                 self._wait_for_thread()
         self._check()
         if self._is_done and not self._has_told:
             self._has_told = True
             self._proof.all_proven()
-
-    @property
-    def _is_for_the_end(self) -> bool:
-        return self._is_held or self._waits_for_finish
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -318,17 +309,12 @@ class _Digests:
                 fresh = 0
                 self._tell()
         if self._proof.names:
-            try:
-                self._proof.at_the_moment()
-            except Exception:  # weights may have been exchanged for an evaluation, and are back before the end
-                self._is_late = True
+            self._proof.at_the_moment()
 
     def _second(self) -> None:
         if not self._proof.names:
             self._is_done = True
             self._tell()
-            return
-        if self._is_late and not self._has_moment():
             return
         stream, copies = _Stream(), dict[str, torch.Tensor]()
         for i, piece in enumerate(self._pieces):
@@ -346,26 +332,6 @@ class _Digests:
                 self._proof.tensor_proven(piece.place.name)
         self._is_done = True
         self._tell()
-
-    def _has_moment(self) -> bool:
-        """Wait for another moment. False: the writing is over before there is one."""
-        if not self._is_settled(len(self._pieces) - 1):
-            return False
-        if not self._is_finished:
-            try:
-                self._proof.at_the_moment()
-            except Exception:
-                with self._cond:
-                    self._waits_for_finish = True
-                    self._cond.notify_all()
-                    while self._thread is not None and not (self._is_finished or self._is_over):
-                        self._cond.wait(_TICK_S)
-                if not self._is_finished:
-                    return False
-            else:
-                return True
-        self._proof.at_the_moment()
-        return True
 
     def _is_settled(self, i: int) -> bool:
         with self._cond:

@@ -321,10 +321,16 @@ class Attempt:
                 log("gate_stall", level=logging.WARNING, why=why, took_s=stalled_s, step=self._capture.step)
 
     def _check_at_that_moment(self) -> None:
-        """The moment whose bytes are written is that of the safe point."""
+        """The moment whose bytes are written is that of the safe point.
+
+        An evaluation may have put other weights in the places of those that are written: then these stand still.
+        """
         with self._reading:
-            if not self._is_apart:
-                self._check_marks()
+            if self._is_apart:
+                return
+            changed = self._context.capturer.changed(self._capture)
+            if changed and not self._context.capturer.have_only_moved(self._capture, changed):
+                raise Unclean(changed)
 
     def _check_marks(self) -> None:
         changed = self._context.capturer.changed(self._capture)

@@ -201,6 +201,13 @@ class Capturer:
                 found.append(name)
         return found
 
+    def have_only_moved(self, capture: Capture, names: list[str]) -> bool:
+        """Whether there are only other tensors in the places of those of the safe point, which somebody keeps."""
+        try:
+            return all(capture.marks[name].has_only_moved(self._watched(name, capture)) for name in names)
+        except (RuntimeError, KeyError):
+            return False
+
     def _watched(self, name: str, capture: Capture) -> list[Tensor]:
         return self._registry[name].watched(capture.values[name])
 

@@ -51,6 +51,18 @@ class Mark:
             return True
         return not _are_equal(self._places.samples(held), self._samples)
 
+    def has_only_moved(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors were put in the places of others, and the others hold what they held.
+
+        Somebody has to keep the memory of the others alive.
+        """
+        if len(tensors) != len(self._addresses) or any(tensor.device.type != "cpu" for tensor in tensors):
+            return False
+        stayed = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() == self._addresses[i]]
+        if _versions([tensors[i] for i in stayed]) != [self._versions[i] for i in stayed]:
+            return False
+        return self._places.samples([])[0] == self._samples[0]
+
     @property
     def addresses(self) -> frozenset[int]:
         """The addresses of the tensors."""

@@ -184,7 +184,7 @@ class PosixStorage(Storage):
         self._make(target.parent)
         # Even if another process has made the directory: it may have died before its name was durable.
         self._sync(target.parent.parent)
-        return PosixUpload(target, self._bypass, self._sync)
+        return PosixUpload(target, self._bypass, self._sync, size)
 
     def list(self, directory: str = "") -> builtins.list[str]:
         return [name for name in self._names(directory) if not name.startswith(calls.HIDDEN)]
@@ -315,8 +315,9 @@ class PosixReader(Reader):
 class PosixUpload(Upload):
     """A file that has a hidden name until it is whole and synced."""
 
-    def __init__(self, target: Path, bypass: Bypass, sync_directory: Callable[[Path], None]) -> None:
+    def __init__(self, target: Path, bypass: Bypass, sync_directory: Callable[[Path], None], size: int = 0) -> None:
         self._target = target
+        self._whole = size
         self._sync_directory = sync_directory
         self._aside = calls.aside(target)
         self._fd = -1
@@ -326,7 +327,8 @@ class PosixUpload(Upload):
         self._file = LargeFile(self._fd, bypass)
 
     def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
-        with as_storage_error("write", self._target, needed=sum(map(len, buffers))):
+        needed = max(self._whole - self.bytes, sum(map(len, buffers)))
+        with as_storage_error("write", self._target, needed=needed):
             self._file.write(buffers)
         self.bytes = self._file.size
 

@@ -436,34 +436,6 @@ def test_where_no_thread_can_be_started_one_does_it_all(
     assert all(tensor.all() for tensor in read_part(storage, CKPT, record).values())
 
 
-@pytest.mark.parametrize("small", [0, 1 << 30])
-@pytest.mark.parametrize("wrong", [1, 2, 3])
-def test_a_moment_that_was_not_the_right_one_is_tried_again(
-    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, small: int, wrong: int
-) -> None:
-    """Weights were exchanged for an evaluation, and are back: nothing that was written is wrong.
-
-    Behind the writing, and then behind the sync; there it counts.
-    """
-    monkeypatch.setattr(part_writer, "SMALL", small)
-    moments: list[bool] = []
-    told: list[bool] = []
-
-    def moment() -> None:
-        moments.append(storage.size(PART) is not None)
-        if len(moments) <= wrong:
-            raise KeyError("not now")
-
-    proof = Proof(frozenset("a"), at_the_moment=moment, all_proven=lambda: told.append(storage.size(PART) is not None))
-    if wrong == 3:
-        with pytest.raises(KeyError, match="not now"):
-            write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
-    else:
-        write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
-    assert moments == [False, False, True][: wrong + 1]
-    assert told == [[False], [True], []][wrong - 1]
-
-
 @pytest.mark.parametrize("place", ["first group", "room", "settled"])
 def test_a_writing_that_is_given_up_ends_at_once(
     storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, place: str

@@ -696,3 +696,35 @@ def test_what_a_module_leaves_out_of_its_state_is_not_missed(tmp_path: Path) -> 
     model.register_state_dict_post_hook(leave_out)
     its = bench(tmp_path, model=model)
     assert its.saved(its.run(its.safe_point(1)).ckpt)["model"].keys() >= {"head.weight", "head.bias"}
+
+
+def test_weights_in_the_place_of_others_are_told_from_changed_ones() -> None:
+    """As long as those that are read hold what they held, and those that stayed too."""
+    tensors = [torch.arange(100.0), torch.ones(100)]
+    mark = Mark(tensors)
+    swapped = [torch.zeros(100), tensors[1]]
+    assert mark.has_only_moved(tensors)
+    assert mark.has_only_moved(swapped)
+    assert not mark.has_only_moved(swapped[:1])
+    tensors[1].add_(0)  # it stayed, and counted a version
+    assert not mark.has_only_moved(swapped)
+    mark = Mark(tensors)
+    tensors[0].data[-1] = 7  # a sampled element of what is read
+    assert not mark.has_only_moved(swapped)
+
+
+@pytest.mark.parametrize("moment", ["opened", "written"])
+def test_other_weights_copied_in_for_a_while_are_never_called_saved(tmp_path: Path, moment: str) -> None:
+    """Without a counted version: at the moment whose bytes are written, or behind it."""
+    model = layers()
+    work = bench(tmp_path, model=model)
+    capture = work.safe_point(3)
+    swap = Swap(model, "copy")
+    if moment == "opened":
+        work.storage.at_open, work.storage.at_write = swap.into, swap.back
+    else:
+        work.storage.at_write, work.storage.at_finish = swap.into, swap.back
+    with pytest.raises(Unclean) as thrown:
+        work.run(capture)
+    assert thrown.value.names == ["model"]
+    assert work.ckpts == []
