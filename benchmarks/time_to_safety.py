@@ -232,6 +232,8 @@ def measure(
             result.skip(f"{row}, {suite.size_name(megabytes)}", one["error"])
             continue
         found[row].append(one)
+        took_s = ", ".join(f"{s:.2f}" for s in one["took_s"])
+        print(f"{suite.size_name(megabytes)}, round {turn + 1}, {row}: {took_s} s", flush=True)
         result.values.append({**one, "row": row, "megabytes": megabytes, "round": turn})
     result.tables += [_table(found, megabytes, "save"), _table(found, megabytes, "notice")]
 

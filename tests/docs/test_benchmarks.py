@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 RUNS = {
-    "time_to_safety": ["--mb", "1", "--rounds", "1", "--only", "migrator;torch.save + fsync;raw disk"],
+    "time_to_safety": ["--mb", "1", "--rounds", "1", "--pause", "0", "--only", "migrator;torch.save + fsync;raw disk"],
     "stall": ["--mb", "1", "--short", "--step-ms", "10", "--only", "migrator;DCP async_save"],
     "notice": ["--rounds", "1", "--only", "SIGTERM, idle, 1 rank;file, listed, python, 1 rank"],
 }
