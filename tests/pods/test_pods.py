@@ -281,10 +281,12 @@ def test_a_pod_that_is_deleted_before_listening_trains_nothing(training: Trainin
 
     with ThreadPoolExecutor(1) as pool:
         deleted = pool.submit(pod.delete)
-        until(lambda: "no trainer listens" in prestop_log(training), "the hook to end")
+        # SIGTERM is sent when the hook has ended, which is a moment after its last line.
+        until(lambda: pod._stopping is not None and pod._stopping.term_s is not None, "SIGTERM to be sent")
         training.go()
         stop = deleted.result(DEADLINE_S)
 
+    assert "no trainer listens" in prestop_log(training)
     assert (stop.hook.code, stop.exit_code, stop.is_term_heard, stop.kill_s) == (3, 143, False, None), pod.log
     assert "begins to listen" in pod.log
     assert not events_in(pod.log, "generation_claimed")

@@ -186,8 +186,8 @@ EXPLAINED: dict[str, str] = {
     'session/restore_plan._check_random | set_state(torch.Generator(), states["torch"]) | swap with next': (
         "each refuses for itself; only which is named first is another"
     ),
-    "save/attempt.Attempt.share | if self._may_open and sum(self._tensors[key].nbytes for key in self._live) <= "
-    "SMALL_BYTES: | <= to <": "of state of exactly 64 MiB it makes no difference which way it takes",
+    "save/attempt.Attempt.share | is_small = sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES | "
+    "<= to <": "of state of exactly 64 MiB it makes no difference which way it takes",
     "ckpt/retention._kept | return [], False | False to True": "with no ckpt to keep the caller returns at once",
     "ckpt/catalog.beside.is_beside | return from_the_start or number > min(left_at) | > to >=": (
         "what has the number of a life on the way was answered before"
