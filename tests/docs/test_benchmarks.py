@@ -33,7 +33,9 @@ def places(page: Path) -> list[str]:
     return re.findall(r"<!-- (?:results|picture): ([\w.]+) -->", page.read_text())
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", ["notice", *(pytest.param(name, marks=pytest.mark.long) for name in RUNS if name != "notice")]
+)
 def test_a_small_run_has_numbers_for_each_row_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     """Each row that was asked for is in a table, and the directory on the disk that is measured is empty again."""
     disk, numbers = tmp_path / "disk", tmp_path / "numbers.json"
