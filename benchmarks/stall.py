@@ -24,7 +24,6 @@ All peers save the same tensors, keep what they can keep from one save to the ne
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import time
@@ -70,7 +69,7 @@ class Way:
         """Before the first step."""
 
     def save(self, path: Path) -> None:
-        """Begin to save; sets `durable_s` now or later."""
+        """Begin to save; sets `durable_s` now or later. Each way has its own."""
         raise NotImplementedError
 
     def before_update(self) -> None:
@@ -93,22 +92,11 @@ class NoSaves(Way):
 
 class Migrator(Way):
     def begin(self) -> None:
-        from migrator import migrator
+        def note(event: str, _: float) -> None:
+            if event == "committed":
+                self.durable_s = time.perf_counter()
 
-        self._migrator, way = migrator, self
-
-        class Handler(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if getattr(record, "migrator_event", "") == "committed":
-                    way.durable_s = time.perf_counter()
-                elif record.levelno >= logging.WARNING:
-                    print(record.getMessage(), flush=True)
-
-        logging.getLogger("migrator").addHandler(Handler())
-        logging.getLogger("migrator").propagate = False
-        migrator.register("model", self.training.model)
-        migrator.register("optimizer", self.training.optimizer)
-        migrator.listening(ckpt=str(self.directory), signal=str(self.directory / "signal"), every="off", keep=1000)
+        self._migrator = suite.begin_ours(self.training, self.directory, note)
 
     def save(self, path: Path) -> None:
         self._migrator.save_ckpt(wait=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import logging
 import math
 import mmap
 import os
@@ -364,6 +365,25 @@ def synced(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def begin_ours(training: Training, directory: Path, on_event: Callable[[str, float], None]) -> Any:
+    """Our package, listening. `on_event` is called with each event and when it was logged; warnings are printed."""
+    from migrator import migrator
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            on_event(getattr(record, "migrator_event", ""), record.created)
+            if record.levelno >= logging.WARNING:
+                print(record.getMessage(), flush=True)
+
+    logging.getLogger("migrator").addHandler(Handler())
+    logging.getLogger("migrator").propagate = False
+    migrator.register("model", training.model)
+    migrator.register("optimizer", training.optimizer)
+    # None is deleted by ours while others are measured; the script deletes them between the saves.
+    migrator.listening(ckpt=str(directory), signal=str(directory / "signal"), every="off", keep=1000)
+    return migrator
 
 
 class RawDisk:

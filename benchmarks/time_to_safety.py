@@ -27,7 +27,6 @@ Old files are deleted between the saves, outside of the time, ours too; `suite.P
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import shutil
@@ -79,23 +78,11 @@ class Way(ABC):
 
 class Migrator(Way):
     def begin(self) -> None:
-        from migrator import migrator
+        def note(event: str, created_s: float) -> None:
+            if event in ("signal", "committed"):
+                self.tell(event, created=created_s)
 
-        self._migrator, tell = migrator, self.tell
-
-        class Handler(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                if (name := getattr(record, "migrator_event", "")) in ("signal", "committed"):
-                    tell(name, created=record.created)
-                elif record.levelno >= logging.WARNING:
-                    print(record.getMessage(), flush=True)
-
-        logging.getLogger("migrator").addHandler(Handler())
-        logging.getLogger("migrator").propagate = False
-        migrator.register("model", self.training.model)
-        migrator.register("optimizer", self.training.optimizer)
-        # None is deleted by ours while others are measured; the script deletes them between the saves.
-        migrator.listening(ckpt=str(self.directory), signal=str(self.directory / "signal"), every="off", keep=1000)
+        self._migrator = suite.begin_ours(self.training, self.directory, note)
 
     def save(self, path: Path) -> None:
         self._migrator.save_ckpt()

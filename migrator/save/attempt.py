@@ -3,7 +3,7 @@
 Large tensors are read from where they are, while the training loop goes on towards
 its next step. Three things make that right: the gate holds the next step back, the
 change detector compares the tensors with the marks of the safe point, and every tensor
-must still have the digest it was written with (`part_writer`).
+must still have the digest it was written with (`piece_digests`).
 If any of them says no, the attempt is thrown away: nothing was committed, nothing
 is lost but time.
 
@@ -31,7 +31,8 @@ from torch import Tensor
 
 from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import ckpt_name, file_in, own_name, part_name
-from migrator.ckpt.part_writer import Proof, TensorsChanged, write_part
+from migrator.ckpt.part_writer import write_part
+from migrator.ckpt.piece_digests import StandStill, TensorsChanged
 from migrator.ckpt.rank_record import RankRecord
 from migrator.ckpt.tensor_file import digest_of
 from migrator.errors import SaveFailed
@@ -48,7 +49,7 @@ from migrator.state.capture import Capture
 SMALL_BYTES = 64 << 20
 """Maximum size in bytes of state that is copied before it is written if the loop is to go on: 1 to 2 ms."""
 LONG_STALL_S = 1.0
-"""A loop that waits longer than this, in seconds, though there was memory for a copy, is told of."""
+"""Seconds: where nothing is copied on purpose, a longer wait of the loop is logged."""
 
 
 class Attempt:
@@ -249,7 +250,7 @@ class Attempt:
         # On a device only the marks show a change.
         live = set() if self._is_apart else self._live & sources.keys()
         read = (key for key in live if self._tensors[key].device.type == "cpu")
-        proof = Proof(
+        still = StandStill(
             frozenset(read), self._reading, self._check_at_that_moment, self._proven.add, lambda: self._let_go(sources)
         )
         try:
@@ -261,7 +262,7 @@ class Attempt:
                 # What the script may still change must have been taken by then: the loop when it is let through, and an
                 # evaluation that the notice met, which may put other weights in for a while.
                 hold=lambda: self._is_apart or (not self._may_open and self._context.gate.someone_waits),
-                proof=proof,
+                still=still,
                 of_tensors=bool(self._announced),
             )
         except TensorsChanged as error:

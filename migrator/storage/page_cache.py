@@ -36,7 +36,8 @@ _SLOW_S = 0.02
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 """The flags of `sync_file_range`."""
-_UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ESPIPE})
+_UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+"""Errors of a call that is not there. EPERM comes from a container runtime that knows no newer calls."""
 
 
 class Way(enum.Enum):

@@ -31,7 +31,7 @@ _IOV_MAX = 1024
 """Buffers that one call takes at most."""
 _CALL_MAX = 1 << 30
 """Bytes that one call moves at most. Linux moves 2 GiB less a page."""
-_UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, None)
+_UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, None)
 _RWF_DONTCACHE = 0x80
 """The flag of Linux >= 6.14 that bypasses the page cache."""
 

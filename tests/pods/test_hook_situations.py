@@ -40,7 +40,7 @@ if os.environ.get("STARTS_LATE"):
     wait_for("listen")
 
 from migrator import migrator
-from migrator.ckpt import part_writer as parts
+from migrator.ckpt import piece_digests as parts
 from migrator.save import attempt as saving
 from migrator.ranks import shares as sharing
 from migrator.errors import StorageError

@@ -127,7 +127,7 @@ SUBJECTS = {
     ),
     "save/commit": Subject(((_ATTEMPT,), _CRASHES, _STORAGE_FAULTS)),
     **dict.fromkeys(
-        ("ckpt/tensor_file", "ckpt/part_writer"),
+        ("ckpt/tensor_file", "ckpt/part_writer", "ckpt/piece_digests"),
         Subject((("tests/unit/ckpt/test_tensor_file.py", _ATTEMPT), _CRASHES, ("tests/sweeps/test_flipped_bits.py",))),
     ),
     **dict.fromkeys(

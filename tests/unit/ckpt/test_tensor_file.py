@@ -22,11 +22,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.ckpt import digests, part_writer, tensor_file
+from migrator.ckpt import digests, piece_digests, tensor_file
 from migrator.ckpt.codec import DTYPES
 from migrator.ckpt.digests import block_digest, digest_of_blocks
 from migrator.ckpt.manifest import PartRecord
-from migrator.ckpt.part_writer import Proof, TensorsChanged, write_part
+from migrator.ckpt.part_writer import write_part
+from migrator.ckpt.piece_digests import StandStill, TensorsChanged
 from migrator.ckpt.tensor_file import Layout, digest_of, memory, read_part
 from migrator.errors import CkptCorrupt, CkptMismatch, RegistrationError, SaveFailed, StorageError, StorageForeignError
 from migrator.storage import posix_calls
@@ -48,8 +49,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """All sizes a few thousand times smaller, so that small tensors take many blocks and groups, and a thread."""
     for module in (digests, tensor_file):
         monkeypatch.setattr(module, "BLOCK", 1000)
-    monkeypatch.setattr(part_writer, "GROUP", 700)
-    monkeypatch.setattr(part_writer, "SMALL", 0)
+    monkeypatch.setattr(piece_digests, "GROUP", 700)
+    monkeypatch.setattr(piece_digests, "SMALL", 0)
     return 1000
 
 
@@ -305,7 +306,7 @@ def test_progress_reaches_the_end(storage: PosixStorage, small_blocks: int) -> N
 
 def test_calls_are_large(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets at least a group where there is that much, and never more than a block beyond it."""
-    monkeypatch.setattr(part_writer, "GROUP", 6000)
+    monkeypatch.setattr(piece_digests, "GROUP", 6000)
     monkeypatch.setattr(digests, "BLOCK", 8000)
     sizes: list[int] = []
     real = PosixUpload.write
@@ -338,9 +339,9 @@ def test_what_is_not_written_yet_may_be_exchanged_for_a_copy(storage: PosixStora
             for tensor in live.values():
                 tensor.fill_(1)  # the training loop goes on
 
-    proof = Proof(frozenset(live), reading)
+    still = StandStill(frozenset(live), reading)
     record = write_part(
-        storage, PART, {name: lambda name=name: source[name] for name in live}, after_block=after, proof=proof
+        storage, PART, {name: lambda name=name: source[name] for name in live}, after_block=after, still=still
     )
     assert len(written) > 3, "it took several calls"
     back = read_part(storage, CKPT, record)
@@ -361,7 +362,7 @@ def test_a_change_while_it_is_written_shows(
     storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, changes: str, small: bool
 ) -> None:
     """Before its piece is written or behind it, in a single element."""
-    monkeypatch.setattr(part_writer, "SMALL", 1 << 30 if small else 0)
+    monkeypatch.setattr(piece_digests, "SMALL", 1 << 30 if small else 0)
     live = {"a": torch.zeros(400), "large": torch.zeros(3000), "z": torch.zeros(400)}
     index, name = CHANGES[changes]
 
@@ -369,7 +370,7 @@ def test_a_change_while_it_is_written_shows(
         live[name][index] = 1.0
 
     with pytest.raises(TensorsChanged, match=name):
-        write_part(storage, PART, live, proof=Proof(frozenset(live), at_the_moment=change))
+        write_part(storage, PART, live, still=StandStill(frozenset(live), at_the_moment=change))
     assert storage.list(CKPT) == []
 
 
@@ -381,15 +382,15 @@ def test_only_what_must_stand_still_is_computed_again(storage: PosixStorage, sma
     def after(at: int, total: int) -> None:
         live["moves"].add_(1)
 
-    proof = Proof(frozenset({"a", "z"}), tensor_proven=done.append, all_proven=lambda: done.append("all"))
-    write_part(storage, PART, {"a": live["a"], "moves": live["moves"], "z": live["z"]}, after_block=after, proof=proof)
+    still = StandStill(frozenset({"a", "z"}), tensor_proven=done.append, all_proven=lambda: done.append("all"))
+    write_part(storage, PART, {"a": live["a"], "moves": live["moves"], "z": live["z"]}, after_block=after, still=still)
     assert done == ["a", "z", "all"]
 
     def change() -> None:
         live["z"].add_(1)
 
     with pytest.raises(TensorsChanged, match="z"):
-        write_part(storage, PART, live, proof=replace(proof, at_the_moment=change))
+        write_part(storage, PART, live, still=replace(still, at_the_moment=change))
 
 
 def test_what_may_be_taken_later_is_proven_later(small_blocks: int) -> None:
@@ -404,9 +405,9 @@ def test_what_may_be_taken_later_is_proven_later(small_blocks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryUpload, "finish", finish)
         with pytest.raises(TensorsChanged, match="a"):
-            write_part(storage, PART, {"a": tensor}, hold=lambda: True, proof=Proof(frozenset("a")))
+            write_part(storage, PART, {"a": tensor}, hold=lambda: True, still=StandStill(frozenset("a")))
     tensor.zero_()
-    write_part(storage, PART, {"a": tensor}, hold=lambda: True, proof=Proof(frozenset("a")))
+    write_part(storage, PART, {"a": tensor}, hold=lambda: True, still=StandStill(frozenset("a")))
 
 
 def test_what_is_raised_at_that_moment_ends_the_writing(storage: PosixStorage, small_blocks: int) -> None:
@@ -415,9 +416,9 @@ def test_what_is_raised_at_that_moment_ends_the_writing(storage: PosixStorage, s
     def refuse() -> None:
         raise KeyError("not now")
 
-    for proof in (Proof(frozenset("a"), at_the_moment=refuse), Proof(frozenset("a"), all_proven=refuse)):
+    for still in (StandStill(frozenset("a"), at_the_moment=refuse), StandStill(frozenset("a"), all_proven=refuse)):
         with pytest.raises(KeyError, match="not now"):
-            write_part(storage, PART, {"a": torch.zeros(3000)}, proof=proof)
+            write_part(storage, PART, {"a": torch.zeros(3000)}, still=still)
         assert "migrator-digests" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -432,7 +433,7 @@ def test_where_no_thread_can_be_started_one_does_it_all(
     live = {"a": torch.ones(3000), "b": torch.ones(20, 30).t()}
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        record = write_part(storage, PART, live, proof=Proof(frozenset(live)))
+        record = write_part(storage, PART, live, still=StandStill(frozenset(live)))
     assert all(tensor.all() for tensor in read_part(storage, CKPT, record).values())
 
 
@@ -441,7 +442,7 @@ def test_a_writing_that_is_given_up_ends_at_once(
     storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """Wherever the other thread is: computing, waiting for room, waiting for what is to be written."""
-    monkeypatch.setattr(part_writer, "COPIES", 0)
+    monkeypatch.setattr(piece_digests, "COPIES", 0)
     live = {f"t{i}": torch.arange(600.0).reshape(20, 30).t() for i in range(20)}
     if place != "room":
         live = {name: tensor.contiguous() for name, tensor in live.items()}
@@ -452,9 +453,9 @@ def test_a_writing_that_is_given_up_ends_at_once(
             assert seen.wait(10)
         raise KeyError("a notice came")
 
-    proof = Proof(frozenset(live), at_the_moment=seen.set)
+    still = StandStill(frozenset(live), at_the_moment=seen.set)
     with pytest.raises(KeyError, match="a notice came"):
-        write_part(storage, PART, live, after_block=give_up, proof=proof)
+        write_part(storage, PART, live, after_block=give_up, still=still)
     assert "migrator-digests" not in {thread.name for thread in threading.enumerate()}
     assert storage.list(CKPT) == []
 
@@ -471,7 +472,7 @@ def test_what_failed_keeps_no_tensor_alive(storage: PosixStorage, small_blocks: 
             tensors["a"].add_(1)
 
         with contextlib.suppress(TensorsChanged):
-            write_part(storage, PART, tensors, proof=Proof(frozenset("a"), at_the_moment=change))
+            write_part(storage, PART, tensors, still=StandStill(frozenset("a"), at_the_moment=change))
         tensors.clear()
         assert gone() is None
     finally:
@@ -483,18 +484,18 @@ def test_copies_take_no_more_than_their_room(
     storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """Of transposed tensors some wait to be written, and the others are not copied yet. One is always let in."""
-    monkeypatch.setattr(part_writer, "COPIES", room)
+    monkeypatch.setattr(piece_digests, "COPIES", room)
     live = {f"t{i}": torch.arange(600.0).reshape(20, 30).t() for i in range(20)}
     held: list[int] = []
-    real = part_writer._Digests._buffer
+    real = piece_digests.PieceDigests._buffer
 
     def buffer(self: Any, piece: Any, **more: Any) -> memoryview:
         found = real(self, piece, **more)
         held.append(sum(copy.nbytes for copy in self._copies.values()))
         return found
 
-    monkeypatch.setattr(part_writer._Digests, "_buffer", buffer)
-    record = write_part(storage, PART, live, proof=Proof(frozenset(live)))
+    monkeypatch.setattr(piece_digests.PieceDigests, "_buffer", buffer)
+    record = write_part(storage, PART, live, still=StandStill(frozenset(live)))
     assert max(held) <= max(room, 2400)
     back = read_part(storage, CKPT, record)
     for name, tensor in live.items():

@@ -397,7 +397,7 @@ def test_small_state_is_copied_aside_and_the_loop_goes_on(
 def test_what_the_loop_may_change_is_taken_before_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a storage that sends from the tensors' own memory, and may do so until the part is finished."""
     monkeypatch.setattr("migrator.save.attempt.SMALL_BYTES", -1)
-    monkeypatch.setattr("migrator.ckpt.part_writer.GROUP", 1)
+    monkeypatch.setattr("migrator.ckpt.piece_digests.GROUP", 1)
     storage, toy, real = MemoryStorage(Bucket(), "job"), Toy(0), Gate.open
 
     def opened(gate: Gate) -> None:
@@ -521,7 +521,7 @@ class Opening:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
         self.said: list[str] = []
         monkeypatch.setattr("migrator.save.attempt.SMALL_BYTES", -1)
-        monkeypatch.setattr("migrator.ckpt.part_writer.GROUP", 1)
+        monkeypatch.setattr("migrator.ckpt.piece_digests.GROUP", 1)
         monkeypatch.setattr(Gate, "someone_waits", property(lambda _: waits))
         self.copied: list[set[str]] = []
         real_open, real_finish, real_copies = Gate.open, PosixUpload.finish, StagingBuffer.copies

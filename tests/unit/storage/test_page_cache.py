@@ -75,7 +75,7 @@ def test_what_is_found_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OSError(code, os.strerror(code)) for code in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)]
+    [OSError(code, os.strerror(code)) for code in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM)]
     + [NotImplementedError("pwritev2")],
 )
 def test_the_next_way_is_taken_where_one_is_unknown(
