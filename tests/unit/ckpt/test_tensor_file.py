@@ -393,6 +393,23 @@ def test_only_what_must_stand_still_is_computed_again(storage: PosixStorage, sma
         write_part(storage, PART, live, still=replace(still, at_the_moment=change))
 
 
+def test_nobody_puts_a_copy_in_place_of_what_is_being_read(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In either round: the loop would change it in the middle."""
+    reading, rounds = threading.Lock(), []
+    real = piece_digests._Stream.digest
+
+    def digest(stream: Any, piece: Any, buffer: memoryview) -> str:
+        rounds.append(reading.locked())
+        return real(stream, piece, buffer)
+
+    monkeypatch.setattr(piece_digests._Stream, "digest", digest)
+    write_part(storage, PART, {"a": torch.zeros(3000)}, still=StandStill(frozenset("a"), reading))
+    assert len(rounds) > 20
+    assert all(rounds)
+
+
 def test_what_may_be_taken_later_is_proven_later(small_blocks: int) -> None:
     """A storage that sends from the tensors' memory may do so until the part is finished."""
     storage, tensor = MemoryStorage(Bucket(), "job"), torch.zeros(3000)
