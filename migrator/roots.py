@@ -83,8 +83,8 @@ def root(text: str) -> Path | str:
             text = unquote(url.path)
         except ValueError:
             raise ValueError(_ROOT) from None
-        if url.netloc not in ("", "localhost") or url.query or url.fragment or url.params:
-            raise ValueError(f"{_ROOT}; behind file:// comes the whole path (file:///directory), without ?, # and ;")
+        if url.netloc not in ("", "localhost") or url.query or url.fragment:
+            raise ValueError(f"{_ROOT}; behind file:// comes the whole path (file:///directory), without ? and #")
     path = local_path(text)
     if path is None:
         raise ValueError(_ROOT)
