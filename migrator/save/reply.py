@@ -43,6 +43,7 @@ class Reply:
     def __init__(self, settings: Settings, leaving: Leaving, file: SignalFile, pod: Pod) -> None:
         self._leaving = leaving
         self._file = file
+        self._grace_s = settings.grace_s
         self._pod = pod
         self._message = TerminationMessage(settings.termination_log)
         self.for_hook = ForHook(file.path)
@@ -51,6 +52,17 @@ class Reply:
     def speaks(self) -> bool:
         """This process is the one of its pod that answers the hook."""
         return self._pod.position == 0
+
+    @property
+    def is_asked(self) -> bool:
+        """The signal file has a request to this pod, or the answer to it: also if the watcher has not read it yet.
+
+        A rank that heard of the notice from another rank of this pod may be done before its own watcher is.
+        """
+        try:
+            return (self._file.open_deadline(self._grace_s) or self._file.answered_deadline()) is not None
+        except MigratorError:
+            return False
 
     def begin(self, notice: Notice, newest: str) -> None:
         """The first notice came: what is known if this process ends before it can say more."""

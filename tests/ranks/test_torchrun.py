@@ -169,9 +169,22 @@ def test_ranks_that_saved_by_the_request_wait_for_the_agents_sigterm(job: Job) -
     assert answer.fields["step"] == str(saved_step(job))
 
 
-def test_ranks_whose_agent_never_sends_sigterm_leave_at_their_deadline(job: Job) -> None:
-    """A request that kubelet does not follow up: they stay to just before its deadline, and no longer."""
-    run = job.write(AS_IT_IS).torchrun(nproc=2)
+HEARS_LATE = """
+import os
+if os.environ["LOCAL_RANK"] == "1":
+    from migrator.notice.watcher import Watcher
+    look, Watcher._look = Watcher._look, lambda self: None if self.is_alive() else look(self)
+"""
+"""The watcher of one rank reads the signal file when it starts and never again: slower than any machine."""
+
+
+@pytest.mark.parametrize("script", [AS_IT_IS, HEARS_LATE + AS_IT_IS], ids=["as_it_is", "one_watcher_is_late"])
+def test_ranks_whose_agent_never_sends_sigterm_leave_at_their_deadline(job: Job, script: str) -> None:
+    """A request that kubelet does not follow up: they stay to just before its deadline, and no longer.
+
+    So does a rank that hears of it from its neighbour, which has answered before this one's watcher looks.
+    """
+    run = job.write(script).torchrun(nproc=2)
     ranks = run.wait_for("^trained 5 ")
 
     asked_s = time.monotonic()
