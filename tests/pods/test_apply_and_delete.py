@@ -94,7 +94,9 @@ def test_one_pod_of_the_pytorchjob_is_deleted_and_then_all_of_it(kubelet: Kubele
     last = kubelet.apply(YAMLS / "pytorchjob.yaml", image=IMAGE, env=ENV, args=args, workers=1)
     last.wait(120)
 
-    assert [(stop.exit_code, stop.hook.code) for stop in stops] == [(143, 0)] * 3
+    assert [stop.exit_code for stop in stops] == [143] * 3
+    # All pods hear of it from the first one that was asked. Who leaves before its own hook has asked ends that hook.
+    assert {0} <= {stop.hook.code for stop in stops} <= {0, 137}
     assert len(last.pods) == 2
     assert f"loaded ckpt={saved(job.master)} " in last.master.log
     assert_each_sample_once(kubelet, epochs=6)
