@@ -1,8 +1,9 @@
-"""Writes a large file past the page cache, in constant memory.
+"""How a large file gets past the page cache, in constant memory: what works on a volume, and ways through the cache.
 
-Filling the page cache is what makes an ordinary large write slow, and it takes the memory of the pod. So each piece is
-given to the disk as soon as it is written, and its pages are let go when the disk has it. A few pieces are under way at
-a time: fewer leave the disk idle, more fill the cache.
+`direct_io` goes around the cache; it is taken for large files where it works. This here is for all others. Filling the
+page cache is what makes an ordinary large write slow, and it takes the memory of the pod. So each piece is given to
+the disk as soon as it is written, and its pages are let go when the disk has it. A few pieces are under way at a time:
+fewer leave the disk idle, more fill the cache.
 
 A piece is small, so that the disk starts early. But each call gives the interpreter's lock away, and beside a busy
 training loop it may take long to come back. So pieces grow where a call takes long.
@@ -22,7 +23,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from migrator.storage import direct_io
 from migrator.storage import posix_calls as calls
+from migrator.storage.direct_io import DirectFile
 
 PIECE = 8 << 20
 """Bytes of one write, at first."""
@@ -31,13 +34,13 @@ PIECE_MAX = 32 << 20
 WINDOW = 48 << 20
 """Bytes that may be under way to the disk when the next piece is written."""
 PAGE = 4096
+DIRECT_FROM = 32 << 20
+"""Files of fewer bytes do not go around the cache: the memory of the buffers would cost more than it gains."""
 _SLOW_S = 0.02
 """A write that takes longer, in seconds, makes the next ones larger."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 """The flags of `sync_file_range`."""
-_UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
-"""Errors of a call that is not there. EPERM comes from a container runtime that knows no newer calls."""
 
 
 class Way(enum.Enum):
@@ -80,29 +83,39 @@ class Bypass:
     way: Way
     waits: bool = False
     """The kernel can be asked to wait for a range of a file."""
+    is_direct: bool = False
+    """Large files can be written around the page cache: `direct_io`."""
+
+    def __str__(self) -> str:
+        return "O_DIRECT" if self.is_direct else self.way.value
 
 
 def find_bypass(fd: int) -> Bypass:
     """Tried with this new file. Its first bytes are written."""
     # All errors here: later an error of a wait is one of the disk, which is told once, and nowhere else.
-    waits = False
+    waits, is_direct = False, direct_io.is_possible(fd)
     if sync_file_range is not None and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
             sync_file_range(fd, 0, 0, _WAIT_BEFORE | _WRITE | _WAIT_AFTER)
             waits = True
     try:
         if calls.write_past_cache(fd, memoryview(b"probe"), 0):
-            return Bypass(Way.DONTCACHE, waits)
+            return Bypass(Way.DONTCACHE, waits, is_direct)
     except NotImplementedError:  # the C library that Python was built with has no call for it
         pass
     except OSError as error:
-        if error.errno not in _UNKNOWN:
+        if error.errno not in calls.UNKNOWN:
             raise
-    return Bypass(Way.DROP_BEHIND, waits) if waits else Bypass(Way.NONE)
+    return Bypass(Way.DROP_BEHIND if waits else Way.NONE, waits, is_direct)
+
+
+def large_file(fd: int, bypass: Bypass, size: int) -> LargeFile | DirectFile:
+    """A new file that will have about `size` bytes."""
+    return DirectFile(fd) if bypass.is_direct and size >= DIRECT_FROM else LargeFile(fd, bypass)
 
 
 class LargeFile:
-    """A file that is written from front to back."""
+    """A file that is written from front to back, through the page cache."""
 
     def __init__(self, fd: int, bypass: Bypass) -> None:
         self._fd = fd
@@ -125,6 +138,12 @@ class LargeFile:
                 self._piece = min(2 * self._piece, PIECE_MAX)
             if self._waits:
                 self._hand_over(begin, self.size - begin)
+
+    def finish(self) -> None:
+        """All of it is written."""
+
+    def close(self) -> None:
+        """Nothing is under way that uses the descriptor."""
 
     def _hand_over(self, begin: int, size: int) -> None:
         """Have these bytes written, and wait until not too much is under way."""

@@ -37,7 +37,7 @@ from migrator.errors import (
 )
 from migrator.storage import posix_calls as calls
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
-from migrator.storage.page_cache import Bypass, LargeFile, Way, find_bypass
+from migrator.storage.page_cache import Bypass, Way, find_bypass, large_file
 
 _READ_MAX = 16 << 20
 """Bytes that one call reads of a small file, so that its limit and not its size takes memory."""
@@ -102,7 +102,7 @@ class PosixStorage(Storage):
         self._bypass = self._found_bypass()
 
     def traits(self) -> dict[str, str]:
-        return {"writes": self._bypass.way.value}
+        return {"writes": str(self._bypass)}
 
     def _found_bypass(self) -> Bypass:
         aside = calls.aside(self.directory / "probe")
@@ -324,7 +324,7 @@ class PosixUpload(Upload):
         self.bytes = 0
         with as_storage_error("write", target):
             self._fd = calls.create(self._aside)
-        self._file = LargeFile(self._fd, bypass)
+        self._file = large_file(self._fd, bypass, size)
 
     def write(self, buffers: Sequence[memoryview], *, hold: bool = False) -> None:
         needed = max(self._whole - self.bytes, sum(map(len, buffers)))
@@ -333,6 +333,8 @@ class PosixUpload(Upload):
         self.bytes = self._file.size
 
     def finish(self) -> None:
+        with as_storage_error("write", self._target, needed=self._whole):
+            self._file.finish()
         with as_storage_error("sync", self._target):
             fd, self._fd = self._fd, -1
             try:
@@ -346,6 +348,7 @@ class PosixUpload(Upload):
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            self._file.close()
             with suppress(OSError):
                 os.close(fd)
         with suppress(OSError):

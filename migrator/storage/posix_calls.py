@@ -7,7 +7,8 @@ Each change of the GIL's owner beside a busy training loop costs up to a second,
 read or write moves as much as it can. `page_cache` writes large files.
 
 The kernel is asked by way of `os` alone, here and in `posix`. So a test can put another
-one in its place, one that forgets what was not synced. (`page_cache` has one call more.)
+one in its place, one that forgets what was not synced. (`page_cache` has one call more,
+`direct_io` a flag.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _IOV_MAX = 1024
 """Buffers that one call takes at most."""
 _CALL_MAX = 1 << 30
 """Bytes that one call moves at most. Linux moves 2 GiB less a page."""
-_UNKNOWN_FLAG = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, None)
+UNKNOWN = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM})
+"""Errors of a call that is not there. EPERM comes from a container runtime that knows no newer calls."""
 _RWF_DONTCACHE = 0x80
 """The flag of Linux >= 6.14 that bypasses the page cache."""
 
@@ -174,7 +176,7 @@ def write_all(fd: int, buffers: Iterable[memoryview], offset: int, *, past_cache
             return os.pwritev(fd, batch, at, flags) if flags else os.pwritev(fd, batch, at)
         except (OSError, NotImplementedError) as error:
             # The kernel, the file system or the C library cannot bypass the cache.
-            if not flags or getattr(error, "errno", None) not in _UNKNOWN_FLAG:
+            if not flags or getattr(error, "errno", None) not in {*UNKNOWN, None}:
                 raise
             flags = 0
             return os.pwritev(fd, batch, at)

@@ -1,0 +1,210 @@
+"""Writes a large file around the page cache (O_DIRECT), in constant memory.
+
+The kernel then takes the bytes from our memory without a copy of its own. But such memory has to begin and to end at a
+page, and tensors do not. So the bytes are copied into a few buffers, which threads give to the disk while the next ones
+are filled. That costs less than the kernel's copy: the same few buffers are filled again and again, where the page
+cache takes fresh memory for each page, which a virtual machine may have to get from its host first.
+
+What is behind the last whole buffer is written as usual, at the end.
+
+The price: `BUFFERS` buffers, and `THREADS` threads, while a large file is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from migrator.storage import posix_calls as calls
+
+BUFFER = 4 << 20
+"""Bytes of one buffer, which are those of one write: a multiple of `PAGE`."""
+BUFFERS = 6
+THREADS = 3
+"""Writes that are under way at a time."""
+PAGE = 4096
+"""What memory, offsets and sizes have to be multiples of. Disks have blocks of 512 or 4096 bytes."""
+HUGE_PAGE = 2 << 20
+"""Of memory in single pages a disk takes a write of 4 MiB in many requests, and half as many bytes a second."""
+_TICK_S = 0.5
+"""Seconds of one piece of a wait for the threads."""
+
+
+def set_direct(fd: int, *, is_direct: bool) -> None:
+    """Whether writes go around the page cache from now on; `OSError` where the file system cannot."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+
+def is_possible(fd: int) -> bool:
+    """Tried with this new file. Its first page is written."""
+    page = _memory(PAGE)
+    try:
+        set_direct(fd, is_direct=True)
+        try:
+            return os.pwritev(fd, [page], 0) == PAGE
+        finally:
+            set_direct(fd, is_direct=False)
+    except AttributeError:  # a system without O_DIRECT
+        return False
+    except OSError as error:
+        if error.errno not in calls.UNKNOWN:
+            raise
+        return False
+
+
+def _memory(size: int) -> memoryview:
+    """Memory that begins at a huge page, and consists of such pages if there are any."""
+    # Private: what is written here while a forked child lives is not seen there.
+    mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without huge pages, or a system
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    begin = -int(np.frombuffer(mapping, np.uint8).ctypes.data) % HUGE_PAGE
+    return memoryview(mapping)[begin : begin + size]
+
+
+class DirectFile:
+    """A file that is written from front to back. `close()` has to be called before its descriptor is closed."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.size = 0
+        self._buffer: memoryview | None = None
+        """The buffer that is being filled: with the bytes from the last multiple of `BUFFER` to `size`."""
+        memory = _memory(BUFFERS * BUFFER)
+        self._free = [memory[at : at + BUFFER] for at in range(0, len(memory), BUFFER)]
+        self._full: deque[tuple[int, memoryview]] = deque()
+        """What is to be written, and where."""
+        self._under_way = 0
+        self._cond = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._error: BaseException | None = None
+        self._is_direct = False
+        self._is_over = False
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append all of them. A failure may be one of an earlier call's bytes."""
+        self._check()
+        for buffer in buffers:
+            source, at = np.frombuffer(buffer, np.uint8), 0
+            while at < len(source):
+                if self._buffer is None:
+                    self._buffer = self._taken()
+                begin = self.size % BUFFER
+                count = min(len(source) - at, BUFFER - begin)
+                # Without the interpreter's lock, as assigning to a part of a memoryview would hold it.
+                np.copyto(np.frombuffer(self._buffer, np.uint8)[begin : begin + count], source[at : at + count])
+                self.size += count
+                at += count
+                if self.size % BUFFER == 0:
+                    full, self._buffer = self._buffer, None
+                    self._hand_over(self.size - BUFFER, full)
+
+    def finish(self) -> None:
+        """Wait until all of it is written, the rest behind the last whole buffer too. Then the file can be synced."""
+        with self._cond:
+            while (self._full or self._under_way) and not self._error:
+                self._cond.wait(_TICK_S)
+        self._check()
+        self.close()
+        if self._buffer is not None:
+            begin = self.size - self.size % BUFFER
+            if self._is_direct:
+                set_direct(self._fd, is_direct=False)
+            calls.write_all(self._fd, [self._buffer[: self.size - begin]], begin)
+            self._buffer = None
+
+    def close(self) -> None:
+        """Wait for what is under way: the descriptor's number may be another file's next."""
+        with self._cond:
+            self._is_over = True
+            self._full.clear()
+            self._cond.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._free.clear()
+
+    def _taken(self) -> memoryview:
+        """An empty buffer."""
+        with self._cond:
+            while True:
+                self._check()
+                if self._free:
+                    return self._free.pop()
+                self._cond.wait(_TICK_S)
+
+    def _hand_over(self, offset: int, buffer: memoryview) -> None:
+        if not self._is_direct:
+            self._is_direct = True
+            set_direct(self._fd, is_direct=True)
+            self._start()
+        if not self._threads:
+            self._write_out(offset, buffer)
+            self._free.append(buffer)
+            return
+        with self._cond:
+            self._check()
+            self._full.append((offset, buffer))
+            self._cond.notify_all()
+
+    def _start(self) -> None:
+        for _ in range(THREADS):
+            thread = threading.Thread(target=self._run, name="migrator-writes", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # there are as many threads as are allowed
+                return
+            self._threads.append(thread)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # The threads.
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                while not self._full and not self._is_over:
+                    self._cond.wait(_TICK_S)
+                if not self._full:
+                    return
+                offset, buffer = self._full.popleft()
+                self._under_way += 1
+            error: BaseException | None = None
+            try:
+                self._write_out(offset, buffer)
+            except BaseException as caught:  # raised by the thread that fills the buffers
+                error = caught
+            with self._cond:
+                self._under_way -= 1
+                self._free.append(buffer)
+                if error is not None:
+                    self._error = self._error or error
+                    self._full.clear()
+                self._cond.notify_all()
+
+    def _write_out(self, offset: int, buffer: memoryview) -> None:
+        may_be_refused = True
+        while buffer:
+            try:
+                count = os.pwritev(self._fd, [buffer], offset)
+            except OSError as error:
+                # Not so many bytes, or not from this memory: the rest of a short write, or disks with larger blocks.
+                if error.errno != errno.EINVAL or not may_be_refused:
+                    raise
+                may_be_refused = False
+                set_direct(self._fd, is_direct=False)
+                continue
+            if count <= 0:
+                raise OSError(errno.EIO, f"nothing was written at byte {offset}")
+            offset += count
+            buffer = buffer[count:]

@@ -1,0 +1,351 @@
+"""Large files around the page cache: real O_DIRECT where the disk below the tests has it, and each way it can fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migrator.errors import StorageFullError, StorageTransientError
+from migrator.storage import direct_io, page_cache
+from migrator.storage.direct_io import PAGE, DirectFile, is_possible, set_direct
+from migrator.storage.page_cache import Bypass, LargeFile, Way, find_bypass, large_file
+from migrator.storage.posix import PosixStorage
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of one page."""
+    monkeypatch.setattr(direct_io, "BUFFER", PAGE)
+    monkeypatch.setattr(direct_io, "HUGE_PAGE", PAGE)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """None is left."""
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == "migrator-writes"] == []
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def written(fd: int, size: int) -> bytes:
+    """A file of so many bytes that was finished; what it should hold."""
+    whole = np.random.default_rng(size).bytes(size)
+    file = DirectFile(fd)
+    try:
+        file.write([memoryview(whole)])
+        file.finish()
+    finally:
+        file.close()
+    return whole
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(sizes=st.lists(st.lists(st.integers(0, 3 * PAGE), max_size=4), max_size=5), seed=st.integers(0, 100))
+def test_all_bytes_arrive_in_order(new_directory: Callable[[], Path], sizes: list[list[int]], seed: int) -> None:
+    """Wherever they begin in memory and however they are divided; and the buffers may change behind each call."""
+    draws = np.random.default_rng(seed)
+    path, whole = new_directory() / "file", b""
+    with path.open("xb") as opened:
+        file = DirectFile(opened.fileno())
+        for call in sizes:
+            pieces = [bytearray(draws.bytes(size + 3)) for size in call]
+            whole += b"".join(bytes(piece[3:]) for piece in pieces)
+            file.write([memoryview(piece)[3:] for piece in pieces])
+            for piece in pieces:
+                piece[:] = bytes(len(piece))
+        assert file.size == len(whole)
+        file.finish()
+        file.close()
+        assert not is_direct(opened.fileno())
+    assert path.read_bytes() == whole
+
+
+def test_whole_buffers_go_around_the_cache(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from aligned memory to an aligned place; what is behind them is an ordinary write."""
+    if not is_possible(fd):
+        pytest.skip("the file system of the tests has no O_DIRECT")
+    seen: list[tuple[int, int, bool, int]] = []
+    real = os.pwritev
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        memory = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        seen.append((offset, sum(map(len, buffers)), is_direct(fd), memory % PAGE))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    whole = written(fd, 20 * PAGE + 7)
+    assert sorted(seen) == [*((at * PAGE, PAGE, True, 0) for at in range(20)), (20 * PAGE, 7, False, 0)]
+    assert (tmp_path / "file").read_bytes() == whole
+
+
+def test_a_file_of_less_than_a_buffer_needs_no_thread(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an ordinary write."""
+    monkeypatch.setattr(direct_io, "set_direct", None)
+    assert written(fd, PAGE - 1) == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.parametrize("most", [1, 1000, 2048, PAGE - 1])
+def test_what_one_write_leaves_is_written_by_the_next(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """The rest of a short write may begin where O_DIRECT is refused. Then it goes through the cache."""
+    real, count = os.pwritev, [0]
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        count[0] += 1
+        return real(fd, [buffers[0][:most]] if count[0] % 3 == 1 else buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    assert written(fd, 9 * PAGE + 5) == (tmp_path / "file").read_bytes()
+
+
+def test_a_disk_that_takes_no_such_memory_gets_an_ordinary_write(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of more bytes than a page, say: found out in the midst of it."""
+    real = os.pwritev
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if is_direct(fd):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert written(fd, 9 * PAGE + 5) == (tmp_path / "file").read_bytes()
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, code: int, *, from_byte: int) -> list[int]:
+    """From this byte on each write fails. Where it was tried."""
+    real, tried = os.pwritev, list[int]()
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if offset >= from_byte:
+            tried.append(offset)
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    return tried
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL])
+@pytest.mark.parametrize("size", [3 * PAGE, 9 * PAGE + 5])
+def test_an_error_ends_the_file(fd: int, monkeypatch: pytest.MonkeyPatch, code: int, size: int) -> None:
+    """Also one of the very last write, and whatever call it is told by."""
+    fails(monkeypatch, code, from_byte=2 * PAGE)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        written(fd, size)
+
+
+def test_after_an_error_nothing_more_is_written(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full is not asked for each buffer that waits."""
+    tried = fails(monkeypatch, errno.ENOSPC, from_byte=0)
+    with pytest.raises(OSError, match="No space"):
+        written(fd, 400 * PAGE)
+    assert len(tried) <= direct_io.THREADS
+    file = DirectFile(fd)
+    with pytest.raises(OSError, match="No space"):  # noqa: PT012 - whichever it is
+        for _ in range(1000):
+            file.write([memoryview(bytes(PAGE))])
+    with pytest.raises(OSError, match="No space"):
+        file.write([memoryview(b"1")])
+    file.close()
+
+
+def test_nothing_written_is_an_error(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no loop without end."""
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match="nothing was written at byte 0"):
+        written(fd, PAGE)
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_fewer_threads_than_wanted_are_enough(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A container's limit on processes is one on threads."""
+    real, started = threading.Thread.start, list[threading.Thread]()
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "migrator-writes":
+            if len(started) == most:
+                raise RuntimeError("can't start new thread")
+            started.append(self)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert written(fd, 9 * PAGE + 5) == (tmp_path / "file").read_bytes()
+    assert len(started) == most
+
+
+def test_close_waits_for_what_is_under_way(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of a descriptor that was closed is given to the next file: our bytes would land in it."""
+    real, may_go, began, ended = os.pwritev, threading.Event(), threading.Event(), list[int]()
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        began.set()
+        assert may_go.wait(60)
+        ended.append(offset)
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    file = DirectFile(fd)
+    file.write([memoryview(bytes(4 * PAGE))])
+    assert began.wait(60)
+    closes = threading.Thread(target=file.close)
+    closes.start()
+    closes.join(0.05)
+    assert closes.is_alive()
+    may_go.set()
+    closes.join(60)
+    assert 1 <= len(ended) <= direct_io.THREADS, "what was not begun is not written any more"
+    file.close()
+
+
+def test_no_more_than_the_buffers_are_filled(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that hangs does not take the memory."""
+    real, may_go = os.pwritev, threading.Event()
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        assert may_go.wait(60)
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    file = DirectFile(fd)
+    fills = threading.Thread(target=lambda: file.write([memoryview(bytes(PAGE))] * 100))
+    fills.start()
+    while file.size < direct_io.BUFFERS * PAGE:
+        assert fills.is_alive()
+    fills.join(0.05)
+    assert (file.size, fills.is_alive()) == (direct_io.BUFFERS * PAGE, True)
+    may_go.set()
+    fills.join(60)
+    file.finish()
+    assert file.size == 100 * PAGE == os.fstat(fd).st_size
+
+
+# Where it is used.
+
+
+def refuses(code: int) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
+@pytest.mark.parametrize("where", ["set_direct", "os.pwritev"])
+def test_where_it_does_not_work_it_is_not_used(fd: int, monkeypatch: pytest.MonkeyPatch, code: int, where: str) -> None:
+    """Told by the flag or by the first write."""
+    assert is_possible(fd) == find_bypass(fd).is_direct
+    monkeypatch.setattr(f"migrator.storage.direct_io.{where}", refuses(code))
+    assert not is_possible(fd)
+    assert not is_direct(fd)
+
+
+def test_a_disk_that_fails_is_told_of(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no file system without O_DIRECT."""
+    monkeypatch.setattr("migrator.storage.direct_io.os.pwritev", refuses(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        is_possible(fd)
+    assert not is_direct(fd)
+
+
+def test_only_large_files_use_it(fd: int) -> None:
+    """And only where it works."""
+    works = Bypass(Way.NONE, is_direct=True)
+    assert isinstance(large_file(fd, works, page_cache.DIRECT_FROM), DirectFile)
+    assert isinstance(large_file(fd, works, page_cache.DIRECT_FROM - 1), LargeFile)
+    assert isinstance(large_file(fd, Bypass(Way.DONTCACHE), 1 << 40), LargeFile)
+    assert (str(works), str(Bypass(Way.DONTCACHE))) == ("O_DIRECT", "RWF_DONTCACHE")
+
+
+@pytest.fixture
+def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PosixStorage:
+    """One on which all files go around the cache."""
+    monkeypatch.setattr(page_cache, "DIRECT_FROM", 0)
+    storage = PosixStorage(tmp_path, "job")
+    storage.check()
+    storage._bypass = Bypass(Way.NONE, is_direct=True)
+    return storage
+
+
+def test_an_upload_is_whole(volume: PosixStorage) -> None:
+    """Synced and named behind the last byte."""
+    whole = np.random.default_rng(1).bytes(9 * PAGE + 5)
+    with volume.upload("ckpt/part", size=len(whole)) as file:
+        file.write([memoryview(whole)])
+        assert volume.list("ckpt") == []
+        file.finish()
+    assert volume.get("ckpt/part", limit=len(whole)) == whole
+
+
+def test_the_sync_comes_behind_the_last_byte(volume: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that is under way when the file is synced would not be durable."""
+    called: list[str] = []
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            found = real(*args)
+            called.append(name)
+            return found
+
+        return call
+
+    for name in ("pwritev", "fsync", "rename"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    with volume.upload("ckpt/part", size=0) as file:
+        called.clear()
+        file.write([memoryview(bytes(9 * PAGE + 5))])
+        file.finish()
+    assert called[: called.index("fsync")].count("pwritev") == 10
+    assert called[called.index("fsync") :].count("pwritev") == 0
+
+
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, StorageFullError), (errno.EIO, StorageTransientError)])
+@pytest.mark.parametrize("size", [PAGE, 9 * PAGE + 5])
+def test_a_failed_upload_leaves_nothing(
+    volume: PosixStorage, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception], size: int
+) -> None:
+    """Neither a name nor a thread that writes."""
+    with volume.upload("ckpt/part", size=size) as file:
+        fails(monkeypatch, code, from_byte=0)
+        with pytest.raises(kind, match=r"cannot write .*ckpt/part"):  # noqa: PT012 - whichever of the two tells it
+            file.write([memoryview(bytes(size))])
+            file.finish()
+    assert volume.list("ckpt") == volume.leftovers("ckpt") == []
+
+
+def test_the_flag_is_of_one_descriptor(tmp_path: Path) -> None:
+    """Another one of the same file is not changed."""
+    first = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    second = os.open(tmp_path / "file", os.O_RDWR)
+    try:
+        set_direct(first, is_direct=True)
+        assert (is_direct(first), is_direct(second)) == (True, False)
+        set_direct(first, is_direct=False)
+        assert not is_direct(first)
+    finally:
+        os.close(first)
+        os.close(second)
