@@ -7,7 +7,7 @@ cache takes fresh memory for each page, which a virtual machine may have to get 
 
 What is behind the last whole buffer is written as usual, at the end.
 
-The price: `BUFFERS` buffers, and `THREADS` threads, while a large file is written.
+The price: the memory of the buffers, which is kept for the next file, and threads while one is written.
 """
 
 from __future__ import annotations
@@ -71,6 +71,19 @@ def _memory(size: int) -> memoryview:
     return memoryview(mapping)[begin : begin + size]
 
 
+_idle: list[memoryview] = []
+"""Memory that no file uses. To touch fresh memory takes as long as to write some of it."""
+
+
+def _borrowed() -> memoryview:
+    """The memory of all buffers of a file."""
+    try:
+        memory = _idle.pop()
+    except IndexError:
+        memory = memoryview(b"")
+    return memory if len(memory) == BUFFERS * BUFFER else _memory(BUFFERS * BUFFER)
+
+
 class DirectFile:
     """A file that is written from front to back. `close()` has to be called before its descriptor is closed."""
 
@@ -79,8 +92,8 @@ class DirectFile:
         self.size = 0
         self._buffer: memoryview | None = None
         """The buffer that is being filled: with the bytes from the last multiple of `BUFFER` to `size`."""
-        memory = _memory(BUFFERS * BUFFER)
-        self._free = [memory[at : at + BUFFER] for at in range(0, len(memory), BUFFER)]
+        self._memory: memoryview | None = _borrowed()
+        self._free = [self._memory[at : at + BUFFER] for at in range(0, len(self._memory), BUFFER)]
         self._full: deque[tuple[int, memoryview]] = deque()
         """What is to be written, and where."""
         self._under_way = 0
@@ -114,13 +127,12 @@ class DirectFile:
             while (self._full or self._under_way) and not self._error:
                 self._cond.wait(_TICK_S)
         self._check()
-        self.close()
         if self._buffer is not None:
             begin = self.size - self.size % BUFFER
             if self._is_direct:
                 set_direct(self._fd, is_direct=False)
             calls.write_all(self._fd, [self._buffer[: self.size - begin]], begin)
-            self._buffer = None
+        self.close()
 
     def close(self) -> None:
         """Wait for what is under way: the descriptor's number may be another file's next."""
@@ -130,7 +142,9 @@ class DirectFile:
             self._cond.notify_all()
         for thread in self._threads:
             thread.join()
-        self._free.clear()
+        memory, self._memory = self._memory, None
+        if memory is not None and not _idle:
+            _idle.append(memory)
 
     def _taken(self) -> memoryview:
         """An empty buffer."""

@@ -34,8 +34,8 @@ PIECE_MAX = 32 << 20
 WINDOW = 48 << 20
 """Bytes that may be under way to the disk when the next piece is written."""
 PAGE = 4096
-DIRECT_FROM = 32 << 20
-"""Files of fewer bytes do not go around the cache: the memory of the buffers would cost more than it gains."""
+DIRECT_FROM = 8 << 20
+"""Files of fewer bytes do not go around the cache: threads and a flag would cost more than they gain."""
 _SLOW_S = 0.02
 """A write that takes longer, in seconds, makes the next ones larger."""
 

@@ -244,6 +244,22 @@ def test_no_more_than_the_buffers_are_filled(fd: int, monkeypatch: pytest.Monkey
     assert file.size == 100 * PAGE == os.fstat(fd).st_size
 
 
+def test_memory_is_used_again_when_nobody_uses_it(fd: int, tmp_path: Path) -> None:
+    """To touch fresh memory takes time. Two files at the same time have each its own."""
+    direct_io._idle.clear()
+    first, second = DirectFile(fd), DirectFile(fd)
+    used = [file._memory for file in (first, second)]
+    assert used[0] is not used[1]
+    for file in (first, second, first):
+        file.close()
+    third, fourth = DirectFile(fd), DirectFile(fd)
+    assert third._memory is used[0]
+    assert fourth._memory is not used[0]
+    for file in (third, fourth):
+        file.close()
+    assert len(direct_io._idle) == 1
+
+
 # Where it is used.
 
 
