@@ -508,11 +508,14 @@ class Result:
             self.skipped[row] = why
             print(f"SKIPPED {row}: {why}", file=sys.stderr, flush=True)
 
-    def finish(self, path: Path) -> None:
+    def finish(self, path: Path | None) -> None:
+        """Print all of it, and write the numbers into this file."""
         for table in self.tables:
             print(f"\n**{table.title}**\n\n{table.markdown()}")
         for row, why in self.skipped.items():
             print(f"\nSKIPPED {row}: {why}")
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.parent == RESULTS:
             (RESULTS / ".gitignore").write_text("*\n")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from migrator.ckpt.generations import Generation, ckpt_directories, numbers
 from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest
-from migrator.ckpt.names import MANIFEST, ckpt_name, file_in, manifest_name, parse_ckpt_name
+from migrator.ckpt.names import COUNT_MAX, MANIFEST, ckpt_name, file_in, manifest_name, parse_ckpt_name
 from migrator.errors import CkptCorrupt, CkptMismatch, StorageError, StorageForeignError, StorageNotFoundError
 from migrator.storage.base import Storage
 
@@ -20,7 +20,8 @@ _FROM_THE_START = "from the start"
 
 def ckpts(storage: Storage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:
     """The committed saves of a lineage by name, newest first."""
-    found = [place for place in ckpt_directories(storage) if place[0] in lineage]
+    of_lineage = frozenset(lineage)  # a lineage may be as long as the list of ckpts
+    found = [place for place in ckpt_directories(storage) if place[0] in of_lineage]
     names = [ckpt_name(*place) for place in sorted(found, reverse=True)]
     # By listing: NFS may deny for a while that a single name exists.
     return [name for name in names if _is_committed(storage, name)]
@@ -53,17 +54,18 @@ def beside(storage: Storage, names: list[str]) -> list[str]:
             origins[number] = _origin(storage, name)
     left_at: dict[int, int] = {}
     """Of each life on the way: the step from which the next one went on."""
-    lowest = names[0] if names else ""
-    while (place := parse_ckpt_name(lowest)) is not None and place[0] < min(left_at, default=place[0] + 1):
-        left_at[place[0]] = place[1]
-        lowest = origins.get(place[0]) or ""
+    lowest, earliest = names[0] if names else "", COUNT_MAX
+    while (place := parse_ckpt_name(lowest)) is not None and place[0] < earliest:
+        earliest, step = place
+        left_at[earliest] = step
+        lowest = origins.get(earliest) or ""
     from_the_start = lowest == _FROM_THE_START
 
     def is_beside(name: str) -> bool:
         number, step = parse_ckpt_name(name) or (0, 0)
         if number in left_at:
             return step > left_at[number]
-        return from_the_start or number > min(left_at)
+        return from_the_start or number > earliest
 
     return [name for name in names if is_beside(name)]
 
@@ -81,7 +83,8 @@ def _origin(storage: Storage, name: str) -> str | None:
 
 def uncommitted(storage: Storage, lineage: tuple[int, ...] | frozenset[int]) -> list[str]:
     """Directories of saves that are not committed: given up, or still being written."""
-    found = [place for place in ckpt_directories(storage) if place[0] in lineage]
+    of_lineage = frozenset(lineage)
+    found = [place for place in ckpt_directories(storage) if place[0] in of_lineage]
     return [name for name in (ckpt_name(*place) for place in sorted(found)) if not _is_committed(storage, name)]
 
 

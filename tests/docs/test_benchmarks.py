@@ -21,6 +21,8 @@ RUNS = {
     "stall": ["--mb", "1", "--short", "--step-ms", "10", "--only", "migrator;DCP async_save"],
     "notice": ["--rounds", "1", "--only", "SIGTERM, idle, 1 rank;file, listed, python, 1 rank"],
 }
+PARTS = {"growth": ["--short", "--only", "names;ckpts"]}
+"""Has no numbers on the page."""
 
 
 def run(name: str, *arguments: str) -> None:
@@ -34,16 +36,16 @@ def places(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["notice", *(pytest.param(name, marks=pytest.mark.long) for name in RUNS if name != "notice")]
+    "name", ["notice", *(pytest.param(name, marks=pytest.mark.long) for name in RUNS | PARTS if name != "notice")]
 )
 def test_a_small_run_has_numbers_for_each_row_and_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
     """Each row that was asked for is in a table, and the directory on the disk that is measured is empty again."""
     disk, numbers = tmp_path / "disk", tmp_path / "numbers.json"
     disk.mkdir()
-    run(name, *RUNS[name], "--dir", str(disk), "--json", str(numbers))
+    run(name, *(RUNS | PARTS)[name], "--dir", str(disk), "--json", str(numbers))
 
     found = json.loads(numbers.read_text())
-    assert {one["row"] for one in found["values"]} == set(RUNS[name][-1].split(";"))
+    assert {one["row"] for one in found["values"]} == set((RUNS | PARTS)[name][-1].split(";"))
     assert found["skipped"] == {}
     assert {table["id"].partition(".")[0] for table in found["tables"]} == {name}
     assert list(disk.iterdir()) == []

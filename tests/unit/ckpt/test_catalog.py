@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from migrator.ckpt import catalog
-from migrator.ckpt.catalog import beside, ckpts, furthest_first, others, whole
+from migrator.ckpt.catalog import beside, ckpts, furthest_first, others, uncommitted, whole
 from migrator.ckpt.names import ckpt_name, part_name
 from migrator.ckpt.part_writer import write_part
 from migrator.errors import CkptCorrupt, StorageError
@@ -65,6 +66,27 @@ def test_what_is_certain_comes_first_however_short_it_is(storage: PosixStorage) 
     certain = save(storage, 3, 1)
 
     assert furthest_first(storage, live(storage)) == [certain, uncertain]
+
+
+@pytest.mark.parametrize("listed", [ckpts, uncommitted])
+def test_a_long_lineage_is_not_searched_for_each_ckpt(storage: PosixStorage, listed: Callable[..., list[str]]) -> None:
+    """A job that was stopped a thousand times may have as many ckpts: the work grows with them, not with the square."""
+    compared = 0
+
+    class Life(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    count = 30
+    for number in range(1, 1 + count):
+        save(storage, number, number)
+    listed(storage, tuple(Life(number) for number in range(count, 0, -1)))
+
+    assert compared <= 2 * count
 
 
 # Forks.
