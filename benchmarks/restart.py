@@ -252,24 +252,30 @@ def _resident(field: str) -> float:
 
 
 def limit(directory: Path) -> None:
-    """Read the part into memory that is there, in large calls by two threads.
+    """Read the part into memory that is there: what is in the page cache in large calls by two threads, else around it.
 
-    This was the fastest of all ways to read that were tried, O_DIRECT and more threads included.
+    These were the fastest of all ways that were tried: of O_DIRECT, 4 MiB by four threads into huge pages.
     """
     (path,) = (directory / "ckpts").glob("*/*/*.safetensors")
-    size, piece = path.stat().st_size, 64 << 20
-    rooms = [mmap.mmap(-1, piece) for _ in range(2)]
-    for room in rooms:
-        room.write(b"\1" * piece)
+    size, memory = path.stat().st_size, mmap.mmap(-1, 128 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(b"\1" * len(memory))
     fd = os.open(path, os.O_RDONLY)
+    try:
+        os.preadv(fd, [bytearray(1)], size // 2, os.RWF_NOWAIT)
+        threads, piece = 2, 64 << 20
+    except BlockingIOError:
+        threads, piece = 4, 4 << 20
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    room = memoryview(memory)
 
     def read(number: int) -> None:
-        for at in range(number * piece, size, len(rooms) * piece):
-            os.preadv(fd, [rooms[number]], at)
+        for at in range(number * piece, size, threads * piece):
+            os.preadv(fd, [room[number * piece : (number + 1) * piece]], at)
 
     start_s = time.perf_counter()
-    with ThreadPoolExecutor(len(rooms)) as pool:
-        list(pool.map(read, range(len(rooms))))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
     print(json.dumps({"load": time.perf_counter() - start_s}))
 
 

@@ -162,7 +162,7 @@ def _fill(
     read: dict[int, memoryview],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Read and verify all blocks, with two threads: one alone does not keep a disk busy.
+    """Read and verify all blocks, with several threads.
 
     Those that were `read` are taken from there, and verified again where they belong.
     """
@@ -182,15 +182,17 @@ def _fill(
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffers = list(pieces(begin, end))
         if (known := read.pop(index, None)) is None:
-            _read_block(file, record, index, buffers)
+            is_right = _read_block(file, record, index, buffers)
         else:
             _scatter(known, buffers)
-        inside = [place.name for place in layout.places if place.start < end and place.end > begin]
-        _check_block(record, index, buffers, inside if begin >= len(layout.header) else ["the header", *inside])
+            is_right = block_digest(buffers) == record.blocks[index]
+        if not is_right:
+            inside = [place.name for place in layout.places if place.start < end and place.end > begin]
+            raise _wrong_block(record, index, inside if begin >= len(layout.header) else ["the header", *inside])
         return end - begin
 
     done = 0
-    with ThreadPoolExecutor(2, thread_name_prefix="migrator-read") as pool:
+    with ThreadPoolExecutor(file.threads, thread_name_prefix="migrator-read") as pool:
         blocks = [pool.submit(block, index) for index in range(len(record.blocks))]
         try:
             for finished in as_completed(blocks):
@@ -225,8 +227,8 @@ def _proven_header(file: Reader, record: PartRecord) -> tuple[bytes, dict[int, m
     for index in range(len(record.blocks)):
         begin, end = index * BLOCK, min(record.bytes, (index + 1) * BLOCK)
         buffer = memoryview(bytearray(end - begin))
-        _read_block(file, record, index, [buffer])
-        _check_block(record, index, [buffer], ["the header and the tensors behind it"])
+        if not _read_block(file, record, index, [buffer]):
+            raise _wrong_block(record, index, ["the header and the tensors behind it"])
         read[index] = buffer
         if index == 0:
             size = 8 + int.from_bytes(buffer[:8], "little")
@@ -238,19 +240,32 @@ def _proven_header(file: Reader, record: PartRecord) -> tuple[bytes, dict[int, m
     return bytes(header), read
 
 
-def _read_block(file: Reader, record: PartRecord, index: int, buffers: list[memoryview]) -> None:
+def _read_block(file: Reader, record: PartRecord, index: int, buffers: list[memoryview]) -> bool:
     """Read a block; once more if it is not what was committed: what the way from the storage spoilt is right then."""
+    size = sum(map(len, buffers))
     for _ in range(2):
-        file.read(buffers, index * BLOCK)
-        if block_digest(buffers) == record.blocks[index]:
-            return
+        digest = xxhash.xxh3_128()
+        for begin in range(0, size, file.piece):
+            piece = list(_span(buffers, begin, begin + file.piece))
+            file.read(piece, index * BLOCK + begin)
+            for buffer in piece:  # still in the processor's cache
+                digest.update(buffer)
+        if digest.hexdigest() == record.blocks[index]:
+            return True
+    return False
 
 
-def _check_block(record: PartRecord, index: int, pieces: list[memoryview], inside: list[str]) -> None:
-    if block_digest(pieces) == record.blocks[index]:
-        return
+def _span(buffers: list[memoryview], begin: int, end: int) -> Iterator[memoryview]:
+    """The bytes from `begin` to `end` of all buffers together."""
+    for buffer in buffers:
+        if begin < len(buffer) and end > 0:
+            yield buffer[max(0, begin) : end]
+        begin, end = begin - len(buffer), end - len(buffer)
+
+
+def _wrong_block(record: PartRecord, index: int, inside: list[str]) -> CkptCorrupt:
     more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-    raise CkptCorrupt(
+    return CkptCorrupt(
         f"block {index + 1} of {len(record.blocks)} does not hold the bytes that were committed "
         f"(it holds {', '.join(inside[:5])}{more})"
     )

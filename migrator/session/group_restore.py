@@ -32,6 +32,8 @@ class GroupRestore:
         self._storage = storage
         self._registry = registry
         self._loads = 0
+        if group.shares_root:
+            storage.read_with_others()
 
     def load(self, name: str) -> Loaded:
         """Load this ckpt on all ranks, or raise on all of them."""

@@ -146,6 +146,9 @@ class Storage(ABC):
     def hurry(self) -> None:  # noqa: B027 - a volume has no timeouts of ours
         """The pod must leave: from now on give up a request that hangs early enough to make it again."""
 
+    def read_with_others(self) -> None:  # noqa: B027 - only a node's memory can be shared
+        """Other processes read the same files at the same time, perhaps on this node."""
+
     @abstractmethod
     def make_durable(self, directory: str = "") -> None:
         """From now on a crash changes nothing of what `list(directory)` shows, whichever process wrote or deleted it.
@@ -178,6 +181,11 @@ class Storage(ABC):
 
 class Reader(ABC):
     """A file of which ranges are read. Several threads may read at the same time."""
+
+    threads = 2
+    """So many are best: one alone does not keep a disk or a network busy."""
+    piece = 64 << 20
+    """Bytes that a call of `read` is best given."""
 
     @abstractmethod
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:

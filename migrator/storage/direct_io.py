@@ -1,25 +1,29 @@
-"""Writes a large file around the page cache (O_DIRECT), in constant memory.
+"""Writes and reads a large file around the page cache (O_DIRECT), in constant memory.
 
-The kernel then takes the bytes from our memory without a copy of its own. But such memory has to begin and to end at a
-page, and tensors do not. So the bytes are copied into a few buffers, which threads give to the disk while the next ones
-are filled. That costs less than the kernel's copy: the same few buffers are filled again and again, where the page
-cache takes fresh memory for each page, which a virtual machine may have to get from its host first.
+The disk then takes the bytes from our memory, or puts them there, without a copy by the kernel. But such memory has to
+begin and to end at a page, and tensors do not. So the bytes are copied by way of a few buffers. That costs less than
+the kernel's copy: the same few buffers are used again and again, where the page cache takes fresh memory for each page,
+which a virtual machine may have to get from its host first.
 
-What is behind the last whole buffer is written as usual, at the end.
+A writer's threads give buffers to the disk while the next ones are filled. What is behind the last whole buffer is
+written as usual, at the end. A reader has no threads of its own: it is called by several.
 
 The price: the memory of the buffers, which is kept for the next file, and threads while one is written.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +38,8 @@ PAGE = 4096
 """What memory, offsets and sizes have to be multiples of. Disks have blocks of 512 or 4096 bytes."""
 HUGE_PAGE = 2 << 20
 """Of memory in single pages a disk takes a write of 4 MiB in many requests, and half as many bytes a second."""
+_SAMPLES = 64
+"""Pages of a file that are looked for in the page cache."""
 _TICK_S = 0.5
 """Seconds of one piece of a wait for the threads."""
 
@@ -45,20 +51,59 @@ def set_direct(fd: int, *, is_direct: bool) -> None:
 
 
 def is_possible(fd: int) -> bool:
-    """Tried with this new file. Its first page is written."""
+    """Tried with this new file. Its first page is written.
+
+    A file system in memory takes the flag, and then there is a cache all the same, and one copy more. So the page must
+    not be in the cache behind the write.
+    """
     page = _memory(PAGE)
     try:
         set_direct(fd, is_direct=True)
         try:
-            return os.pwritev(fd, [page], 0) == PAGE
+            is_written = os.pwritev(fd, [page], 0) == PAGE
         finally:
             set_direct(fd, is_direct=False)
+        again = calls.opened_again(fd, os.O_RDONLY)
+        try:
+            return is_written and cached_share(again, PAGE) == 0
+        finally:
+            os.close(again)
     except AttributeError:  # a system without O_DIRECT
         return False
     except OSError as error:
         if error.errno not in calls.UNKNOWN:
             raise
         return False
+
+
+def cached_share(fd: int, size: int) -> float:
+    """How much of a file lies in the page cache, from 0 to 1, by a few pages; 1 if the system does not tell.
+
+    To read and not to wait would not do: it begins to read ahead.
+    """
+    if _mincore is None or not size:
+        return 1.0
+    found, told = 0, ctypes.c_ubyte()
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapping:
+        begin = np.frombuffer(mapping, np.uint8).ctypes.data
+        for part in range(_SAMPLES):
+            if _mincore(begin + size * part // _SAMPLES // PAGE * PAGE, PAGE, ctypes.byref(told)) != 0:
+                return 1.0
+            found += told.value & 1
+    return found / _SAMPLES
+
+
+def _mincore_of_libc() -> Any:
+    """Python has no function for it; None where the C library has none either."""
+    try:
+        call = ctypes.CDLL(None).mincore
+    except (OSError, AttributeError, TypeError):
+        return None
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return call
+
+
+_mincore = _mincore_of_libc()
 
 
 def _memory(size: int) -> memoryview:
@@ -82,6 +127,11 @@ def _borrowed() -> memoryview:
     except IndexError:
         memory = memoryview(b"")
     return memory if len(memory) == BUFFERS * BUFFER else _memory(BUFFERS * BUFFER)
+
+
+def _returned(memory: memoryview) -> None:
+    if not _idle:
+        _idle.append(memory)
 
 
 class DirectFile:
@@ -143,8 +193,8 @@ class DirectFile:
         for thread in self._threads:
             thread.join()
         memory, self._memory = self._memory, None
-        if memory is not None and not _idle:
-            _idle.append(memory)
+        if memory is not None:
+            _returned(memory)
 
     def _taken(self) -> memoryview:
         """An empty buffer."""
@@ -222,3 +272,53 @@ class DirectFile:
                 raise OSError(errno.EIO, f"nothing was written at byte {offset}")
             offset += count
             buffer = buffer[count:]
+
+
+class DirectReader:
+    """A file of which ranges are read, by at most `BUFFERS` threads at a time without a wait of one for another.
+
+    `OSError` with EINVAL where the file system refuses it. Nothing may be read any more when `close()` is called.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """`fd`: opened for this alone."""
+        self._fd = fd
+        self._memory = _borrowed()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for at in range(0, len(self._memory), BUFFER):
+            self._free.put(self._memory[at : at + BUFFER])
+
+    def read(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all buffers with what lies from `offset` on; `EOFError` if the file ends before."""
+        rest = deque(np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer))
+        end = offset + sum(map(len, rest))
+        own = self._free.get()
+        try:
+            while offset < end:
+                # Whole pages, although the range and the file may begin and end in the midst of one.
+                begin = offset // PAGE * PAGE
+                size = min(BUFFER, -(-(end - begin) // PAGE) * PAGE)
+                found = min(begin + os.preadv(self._fd, [own[:size]], begin), end) - offset
+                if found <= 0:
+                    raise EOFError(f"the file ends already at byte {offset}")
+                _scattered(np.frombuffer(own, np.uint8)[offset - begin : offset - begin + found], rest)
+                offset += found
+        finally:
+            self._free.put(own)
+
+    def close(self) -> None:
+        os.close(self._fd)
+        _returned(self._memory)
+
+
+def _scattered(source: np.ndarray[Any, Any], rest: deque[np.ndarray[Any, Any]]) -> None:
+    """Copy this to the front of what is still to be filled."""
+    at = 0
+    while at < len(source):
+        target = rest.popleft()
+        count = min(len(target), len(source) - at)
+        # Without the interpreter's lock, as assigning to a part of a memoryview would hold it.
+        np.copyto(target[:count], source[at : at + count])
+        at += count
+        if count < len(target):
+            rest.appendleft(target[count:])

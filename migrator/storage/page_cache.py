@@ -109,9 +109,14 @@ def find_bypass(fd: int) -> Bypass:
     return Bypass(Way.DROP_BEHIND if waits else Way.NONE, waits, is_direct)
 
 
+def goes_direct(bypass: Bypass, size: int) -> bool:
+    """Whether a file of so many bytes goes around the page cache."""
+    return bypass.is_direct and size >= DIRECT_FROM
+
+
 def large_file(fd: int, bypass: Bypass, size: int) -> LargeFile | DirectFile:
     """A new file that will have about `size` bytes."""
-    return DirectFile(fd) if bypass.is_direct and size >= DIRECT_FROM else LargeFile(fd, bypass)
+    return DirectFile(fd) if goes_direct(bypass, size) else LargeFile(fd, bypass)
 
 
 class LargeFile:

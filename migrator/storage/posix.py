@@ -22,7 +22,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from migrator.errors import (
@@ -37,8 +37,13 @@ from migrator.errors import (
 )
 from migrator.storage import posix_calls as calls
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
-from migrator.storage.page_cache import Bypass, Way, find_bypass, large_file
+from migrator.storage.direct_io import BUFFER, DirectReader, cached_share
+from migrator.storage.page_cache import Bypass, Way, find_bypass, goes_direct, large_file
 
+DIRECT_THREADS = 4
+"""Threads that read around the page cache: some copy and verify, while others wait for the disk."""
+_MOSTLY = 0.8
+"""If more than this share of a file lies in the page cache, it is read from there: at twice the speed or more."""
 _READ_MAX = 16 << 20
 """Bytes that one call reads of a small file, so that its limit and not its size takes memory."""
 
@@ -88,6 +93,7 @@ class PosixStorage(Storage):
         self.directory = self.root / job
         self._place = str(self.directory)
         self._bypass = Bypass(Way.DONTCACHE)
+        self._reads_alone = True
 
     def __repr__(self) -> str:
         return f"PosixStorage({str(self.directory)!r})"
@@ -164,8 +170,10 @@ class PosixStorage(Storage):
     @contextmanager
     def open(self, name: str) -> Iterator[PosixReader]:
         path = self._path(name)
-        with self._descriptor(path) as fd:
-            yield PosixReader(path, fd)
+        with self._descriptor(path) as fd, closing(PosixReader(path, fd)) as reader:
+            if self._reads_alone and goes_direct(self._bypass, os.fstat(fd).st_size):
+                reader.go_direct()
+            yield reader
 
     @contextmanager
     def _descriptor(self, path: Path) -> Iterator[int]:
@@ -178,6 +186,10 @@ class PosixStorage(Storage):
                 yield fd
             finally:
                 os.close(fd)
+
+    def read_with_others(self) -> None:
+        # Then one read by the page cache serves all of them.
+        self._reads_alone = False
 
     def upload(self, name: str, *, size: int = 0) -> PosixUpload:
         target = self._path(name)
@@ -303,13 +315,35 @@ class PosixReader(Reader):
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
         self._fd = fd
+        self._direct: DirectReader | None = None
+
+    def go_direct(self) -> None:
+        """Read around the page cache, if the file system can do so and the file is not in it."""
+        with suppress(OSError, AttributeError):
+            if cached_share(self._fd, os.fstat(self._fd).st_size) > _MOSTLY:
+                return
+            self._direct = DirectReader(calls.opened_again(self._fd, os.O_RDONLY | os.O_DIRECT))
+            self.threads, self.piece = DIRECT_THREADS, BUFFER
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:
+        direct = self._direct
         try:
             with as_storage_error("read", self._path):
-                calls.read_all(self._fd, buffers, offset)
+                if direct is None:
+                    calls.read_all(self._fd, buffers, offset)
+                    return
+                try:
+                    direct.read(buffers, offset)
+                except OSError as error:
+                    if error.errno not in calls.UNKNOWN:
+                        raise
+                    calls.read_all(self._fd, buffers, offset)
         except EOFError as error:
             raise StorageForeignError(f"{self._path}: {error}; it has become shorter since it was written") from error
+
+    def close(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
 
 
 class PosixUpload(Upload):

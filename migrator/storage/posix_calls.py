@@ -184,6 +184,11 @@ def write_all(fd: int, buffers: Iterable[memoryview], offset: int, *, past_cache
     return _move(write, buffers, offset, lambda at: OSError(errno.EIO, f"nothing was written at byte {at}"))
 
 
+def opened_again(fd: int, flags: int) -> int:
+    """Another descriptor of the same file, with a position and flags of its own."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
 def read_all(fd: int, buffers: Iterable[memoryview], offset: int) -> int:
     """Fill all buffers one after another from `offset` on; `EOFError` if the file ends before."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from migrator.errors import StorageFullError, StorageTransientError
+from migrator.errors import StorageForeignError, StorageFullError, StorageTransientError
 from migrator.storage import direct_io, page_cache
-from migrator.storage.direct_io import PAGE, DirectFile, is_possible, set_direct
+from migrator.storage.direct_io import PAGE, DirectFile, DirectReader, cached_share, is_possible, set_direct
 from migrator.storage.page_cache import Bypass, LargeFile, Way, find_bypass, large_file
 from migrator.storage.posix import PosixStorage
+
+
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A directory on a disk: the others of the tests may be in memory, around which there is no way."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:
+        fd = os.open(f"{place}/probe", os.O_RDWR | os.O_CREAT)
+        works = is_possible(fd)
+        os.close(fd)
+        if not works:
+            pytest.skip("the file system of /var/tmp has no O_DIRECT")
+        yield Path(place)
 
 
 @pytest.fixture
@@ -80,10 +93,9 @@ def test_all_bytes_arrive_in_order(new_directory: Callable[[], Path], sizes: lis
     assert path.read_bytes() == whole
 
 
-def test_whole_buffers_go_around_the_cache(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_buffers_go_around_the_cache(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each from aligned memory to an aligned place; what is behind them is an ordinary write."""
-    if not is_possible(fd):
-        pytest.skip("the file system of the tests has no O_DIRECT")
+    fd = os.open(on_disk / "file", os.O_RDWR | os.O_CREAT)
     seen: list[tuple[int, int, bool, int]] = []
     real = os.pwritev
 
@@ -95,7 +107,9 @@ def test_whole_buffers_go_around_the_cache(fd: int, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "pwritev", write)
     whole = written(fd, 20 * PAGE + 7)
     assert sorted(seen) == [*((at * PAGE, PAGE, True, 0) for at in range(20)), (20 * PAGE, 7, False, 0)]
-    assert (tmp_path / "file").read_bytes() == whole
+    assert cached_share(fd, 20 * PAGE) == 0
+    os.close(fd)
+    assert (on_disk / "file").read_bytes() == whole
 
 
 def test_a_file_of_less_than_a_buffer_needs_no_thread(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,12 +286,32 @@ def refuses(code: int) -> Callable[..., None]:
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
 @pytest.mark.parametrize("where", ["set_direct", "os.pwritev"])
-def test_where_it_does_not_work_it_is_not_used(fd: int, monkeypatch: pytest.MonkeyPatch, code: int, where: str) -> None:
+def test_where_it_does_not_work_it_is_not_used(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch, code: int, where: str
+) -> None:
     """Told by the flag or by the first write."""
-    assert is_possible(fd) == find_bypass(fd).is_direct
+    fd = os.open(on_disk / "file", os.O_WRONLY | os.O_CREAT)
+    assert find_bypass(fd).is_direct
     monkeypatch.setattr(f"migrator.storage.direct_io.{where}", refuses(code))
     assert not is_possible(fd)
     assert not is_direct(fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("told", [1.0, None])
+def test_what_is_in_the_cache_behind_the_write_did_not_go_around_it(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch, told: float | None
+) -> None:
+    """A file system in memory, or one that does not tell: the copy into a buffer would be one more."""
+    storage = PosixStorage(on_disk, "job")
+    storage.check()
+    assert storage.traits()["writes"] == "O_DIRECT"
+    if told is None:
+        monkeypatch.setattr(direct_io, "_mincore", None)
+    else:
+        monkeypatch.setattr(direct_io, "cached_share", lambda *_: told)
+    storage.check()
+    assert storage.traits()["writes"] != "O_DIRECT"
 
 
 def test_a_disk_that_fails_is_told_of(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,3 +399,166 @@ def test_the_flag_is_of_one_descriptor(tmp_path: Path) -> None:
     finally:
         os.close(first)
         os.close(second)
+
+
+# Reading.
+
+
+def test_how_much_of_a_file_is_cached(on_disk: Path) -> None:
+    """Looking does not change it."""
+    path = on_disk / "file"
+    path.write_bytes(bytes(128 * PAGE + 1))
+    with path.open("rb") as file:
+        fd = file.fileno()
+        assert cached_share(fd, 128 * PAGE) == 1
+        dropped(path)
+        assert cached_share(fd, 128 * PAGE) == 0
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        os.pread(fd, 64 * PAGE, 0)
+        assert cached_share(fd, 128 * PAGE) == 0.5
+        assert cached_share(fd, 0) == 1
+
+
+@pytest.fixture
+def whole() -> bytes:
+    """What the file holds."""
+    return np.random.default_rng(7).bytes(9 * PAGE + 5)
+
+
+def dropped(path: Path) -> None:
+    """Put the file out of the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+@pytest.fixture
+def reader(on_disk: Path, whole: bytes) -> Iterator[DirectReader]:
+    (on_disk / "whole").write_bytes(whole)
+    reader = DirectReader(os.open(on_disk / "whole", os.O_RDONLY | os.O_DIRECT))
+    yield reader
+    reader.close()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset=st.integers(0, 9 * PAGE), sizes=st.lists(st.integers(0, 3 * PAGE), max_size=5))
+def test_any_range_is_read(reader: DirectReader, whole: bytes, offset: int, sizes: list[int]) -> None:
+    """Into memory that begins anywhere; also what ends with the file."""
+    buffers = [memoryview(bytearray(size + 3))[3:] for size in sizes]
+    size = sum(sizes)
+    if offset + size > len(whole):
+        with pytest.raises(EOFError, match=f"ends already at byte {len(whole)}"):
+            reader.read(buffers, offset)
+        return
+    reader.read(buffers, offset)
+    assert b"".join(buffers) == whole[offset : offset + size]
+    assert reader._free.qsize() == direct_io.BUFFERS, "each buffer is given back"
+
+
+@pytest.mark.parametrize("most", [PAGE, 5000, 3 * PAGE])
+def test_a_short_read_is_gone_on_with(
+    reader: DirectReader, whole: bytes, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Whatever the kernel gives at a time."""
+    real = os.preadv
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        return min(most, real(fd, buffers, offset))
+
+    monkeypatch.setattr(os, "preadv", read)
+    found = bytearray(9000)
+    reader.read([memoryview(found)], 3)
+    assert bytes(found) == whole[3:9003]
+
+
+@pytest.fixture
+def cold(on_disk: Path, monkeypatch: pytest.MonkeyPatch, whole: bytes) -> PosixStorage:
+    """A volume with this file, which is not in the page cache."""
+    monkeypatch.setattr(page_cache, "DIRECT_FROM", 0)
+    storage = PosixStorage(on_disk, "job")
+    storage.check()
+    (storage.directory / "ckpt").mkdir()
+    (storage.directory / "ckpt" / "part").write_bytes(whole)
+    dropped(storage.directory / "ckpt" / "part")
+    return storage
+
+
+def read_by(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch, whole: bytes) -> bool:
+    """Read the file, and say whether that went around the page cache."""
+    seen: set[bool] = set()
+    real = os.preadv
+
+    def read(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if not flags:
+            seen.add(is_direct(fd))
+        return real(fd, buffers, offset, *flags)
+
+    with monkeypatch.context() as patch, storage.open("ckpt/part") as file:
+        patch.setattr(os, "preadv", read)
+        found = bytearray(len(whole) - 7)
+        file.read([memoryview(found)[:5], memoryview(found)[5:]], 7)
+    assert bytes(found) == whole[7:]
+    assert len(seen) == 1
+    return seen == {True}
+
+
+def test_a_file_that_is_not_in_memory_is_read_around_the_cache(
+    cold: PosixStorage, monkeypatch: pytest.MonkeyPatch, whole: bytes
+) -> None:
+    """And does not get there by that; nor is one read that is there already, or that others read as well."""
+    assert read_by(cold, monkeypatch, whole)
+    assert read_by(cold, monkeypatch, whole)
+    cold.get("ckpt/part", limit=len(whole))
+    assert not read_by(cold, monkeypatch, whole)
+    dropped(cold.directory / "ckpt" / "part")
+    assert read_by(cold, monkeypatch, whole)
+    monkeypatch.setattr(page_cache, "DIRECT_FROM", len(whole) + 1)
+    assert not read_by(cold, monkeypatch, whole)
+    monkeypatch.setattr(page_cache, "DIRECT_FROM", 0)
+    dropped(cold.directory / "ckpt" / "part")
+    cold.read_with_others()
+    assert not read_by(cold, monkeypatch, whole)
+
+
+def test_a_read_that_is_refused_is_an_ordinary_one(
+    cold: PosixStorage, monkeypatch: pytest.MonkeyPatch, whole: bytes
+) -> None:
+    """By the file system; but an error of the disk is told."""
+    real = os.preadv
+    code = errno.EINVAL
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        if is_direct(fd):
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with cold.open("ckpt/part") as file:
+        found = bytearray(len(whole))
+        file.read([memoryview(found)], 0)
+        assert bytes(found) == whole
+        code = errno.EIO
+        with pytest.raises(StorageTransientError, match="cannot read"):
+            file.read([memoryview(found)], 0)
+
+
+def test_a_file_that_became_shorter_is_foreign(cold: PosixStorage, whole: bytes) -> None:
+    """As by the page cache."""
+    with cold.open("ckpt/part") as file, pytest.raises(StorageForeignError, match="shorter"):
+        file.read([memoryview(bytearray(len(whole) + 1))], 0)
+
+
+def open_now() -> list[str]:
+    return sorted(os.path.realpath(place) for place in Path("/proc/self/fd").iterdir())
+
+
+def test_no_descriptor_is_left(cold: PosixStorage, whole: bytes) -> None:
+    """Also where the reading fails."""
+    before = open_now()
+    for _ in range(3):
+        with cold.open("ckpt/part") as file:
+            file.read([memoryview(bytearray(10))], 0)
+        with pytest.raises(StorageForeignError), cold.open("ckpt/part") as file:
+            file.read([memoryview(bytearray(10))], len(whole))
+    assert open_now() == before
