@@ -23,11 +23,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from migrator.storage import posix_calls as calls
+
+if TYPE_CHECKING:  # ckpts are listed without it
+    import numpy as np
 
 BUFFER = 4 << 20
 """Bytes of one buffer, which are those of one write: a multiple of `PAGE`."""
@@ -85,7 +86,7 @@ def cached_share(fd: int, size: int) -> float:
         return 1.0
     found, told = 0, ctypes.c_ubyte()
     with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapping:
-        begin = np.frombuffer(mapping, np.uint8).ctypes.data
+        begin = _array(mapping).ctypes.data
         for part in range(_SAMPLES):
             if _mincore(begin + size * part // _SAMPLES // PAGE * PAGE, PAGE, ctypes.byref(told)) != 0:
                 return 1.0
@@ -112,8 +113,22 @@ def _memory(size: int) -> memoryview:
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages, or a system
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    begin = -int(np.frombuffer(mapping, np.uint8).ctypes.data) % HUGE_PAGE
+    begin = -int(_array(mapping).ctypes.data) % HUGE_PAGE
     return memoryview(mapping)[begin : begin + size]
+
+
+def _array(buffer: memoryview | mmap.mmap) -> np.ndarray[Any, Any]:
+    """The bytes of a buffer, not copied."""
+    import numpy as np
+
+    return np.frombuffer(buffer, np.uint8)
+
+
+def _copy(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> None:
+    """Without the interpreter's lock, which an assignment to a part of a memoryview would hold."""
+    import numpy as np
+
+    np.copyto(target, source)
 
 
 _idle: list[memoryview] = []
@@ -157,14 +172,13 @@ class DirectFile:
         """Append all of them. A failure may be one of an earlier call's bytes."""
         self._check()
         for buffer in buffers:
-            source, at = np.frombuffer(buffer, np.uint8), 0
+            source, at = _array(buffer), 0
             while at < len(source):
                 if self._buffer is None:
                     self._buffer = self._taken()
                 begin = self.size % BUFFER
                 count = min(len(source) - at, BUFFER - begin)
-                # Without the interpreter's lock, as assigning to a part of a memoryview would hold it.
-                np.copyto(np.frombuffer(self._buffer, np.uint8)[begin : begin + count], source[at : at + count])
+                _copy(source[at : at + count], _array(self._buffer)[begin : begin + count])
                 self.size += count
                 at += count
                 if self.size % BUFFER == 0:
@@ -290,7 +304,7 @@ class DirectReader:
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all buffers with what lies from `offset` on; `EOFError` if the file ends before."""
-        rest = deque(np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer))
+        rest = deque(_array(buffer) for buffer in buffers if len(buffer))
         end = offset + sum(map(len, rest))
         own = self._free.get()
         try:
@@ -301,7 +315,7 @@ class DirectReader:
                 found = min(begin + os.preadv(self._fd, [own[:size]], begin), end) - offset
                 if found <= 0:
                     raise EOFError(f"the file ends already at byte {offset}")
-                _scattered(np.frombuffer(own, np.uint8)[offset - begin : offset - begin + found], rest)
+                _scattered(_array(own)[offset - begin : offset - begin + found], rest)
                 offset += found
         finally:
             self._free.put(own)
@@ -317,8 +331,7 @@ def _scattered(source: np.ndarray[Any, Any], rest: deque[np.ndarray[Any, Any]]) 
     while at < len(source):
         target = rest.popleft()
         count = min(len(target), len(source) - at)
-        # Without the interpreter's lock, as assigning to a part of a memoryview would hold it.
-        np.copyto(target[:count], source[at : at + count])
+        _copy(source[at : at + count], target[:count])
         at += count
         if count < len(target):
             rest.appendleft(target[count:])

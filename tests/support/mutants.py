@@ -189,7 +189,7 @@ EXPLAINED: dict[str, str] = {
     "save/attempt.Attempt.share | is_small = sum(self._tensors[key].nbytes for key in self._live) <= SMALL_BYTES | "
     "<= to <": "of state of exactly 64 MiB it makes no difference which way it takes",
     "ckpt/retention._kept | return [], False | False to True": "with no ckpt to keep the caller returns at once",
-    "ckpt/catalog.beside.is_beside | return from_the_start or number > min(left_at) | > to >=": (
+    "ckpt/catalog.beside.is_beside | return from_the_start or number > earliest | > to >=": (
         "what has the number of a life on the way was answered before"
     ),
     "ckpt/leaving_mark._Pulse.why_dead | if mark.beats and self._silent_s > SILENT_S: | > to >=": (
