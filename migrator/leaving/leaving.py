@@ -100,12 +100,12 @@ class Leaving:
         self.is_terminated |= notice.source == "SIGTERM"
         self.is_again |= notice.is_again
 
-    def stay_for_agent(self, *, speaks: bool, is_asked: bool = False) -> None:
+    def stay_for_agent(self, *, speaks: bool, pod_is_asked: bool = False) -> None:
         """Wait for the agent's SIGTERM: it would start a rank that leaves earlier again, inside the dying pod.
 
-        `is_asked`: the signal file says that the pod must leave, whoever brought the notice.
+        `pod_is_asked`: the signal file says that the pod must leave, whoever brought the notice.
         """
-        self.pod_is_dying |= is_asked
+        self.pod_is_dying |= pod_is_asked
         if self._agent is None or not self.pod_is_dying:
             return
         assert self.notice is not None

@@ -29,6 +29,7 @@ is a notice, too. While the parent lives, SIGINT keeps its previous meaning.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # of CPython and PyPy
 import contextlib
 import logging
 import multiprocessing
@@ -119,8 +120,11 @@ class Sigterm:
         if fd != self._write_fd:
             self._remember(fd)
             log("wakeup_fd_taken", level=logging.DEBUG, fd=fd)
+        # Not that of `signal`, which looks for an enum: that would take longer than the rest of many a safe point.
+        if _signal.getsignal(signal.SIGTERM) is self._handler:
+            return
         present = signal.getsignal(signal.SIGTERM)
-        if present is not self._handler and self._link_of(present) is None:
+        if self._link_of(present) is None:
             self._replace(present)
 
     def _replace(self, present: Any) -> None:

@@ -54,7 +54,7 @@ class Reply:
         return self._pod.position == 0
 
     @property
-    def is_asked(self) -> bool:
+    def pod_is_asked(self) -> bool:
         """The signal file has a request to this pod, or the answer to it: also if the watcher has not read it yet.
 
         A rank that heard of the notice from another rank of this pod may be done before its own watcher is.

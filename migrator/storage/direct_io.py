@@ -36,13 +36,15 @@ BUFFERS = 6
 THREADS = 3
 """Writes that are under way at a time."""
 PAGE = 4096
-"""What memory, offsets and sizes have to be multiples of. Disks have blocks of 512 or 4096 bytes."""
+"""What memory, offsets and sizes have to be multiples of: disks have blocks of 512 or 4096 bytes."""
 HUGE_PAGE = 2 << 20
-"""Of memory in single pages a disk takes a write of 4 MiB in many requests, and half as many bytes a second."""
+"""A write from huge pages is a few requests to the disk; one from single pages is many, and takes longer."""
+_WIPE_ON_FORK = 18
+"""MADV_WIPEONFORK, for which Python has no name. Linux >= 4.14."""
 _SAMPLES = 64
 """Pages of a file that are looked for in the page cache."""
 _TICK_S = 0.5
-"""Seconds of one piece of a wait for the threads."""
+"""Seconds after which a wait looks again, should it not have been told."""
 
 
 def set_direct(fd: int, *, is_direct: bool) -> None:
@@ -52,45 +54,54 @@ def set_direct(fd: int, *, is_direct: bool) -> None:
 
 
 def is_possible(fd: int) -> bool:
-    """Tried with this new file. Its first page is written.
+    """Tried with this new file. Its first page is written. An error of the disk is raised.
 
     A file system in memory takes the flag, and then there is a cache all the same, and one copy more. So the page must
     not be in the cache behind the write.
     """
-    page = _memory(PAGE)
     try:
+        page = _memory(PAGE)
         set_direct(fd, is_direct=True)
-        try:
-            is_written = os.pwritev(fd, [page], 0) == PAGE
-        finally:
-            set_direct(fd, is_direct=False)
-        again = calls.opened_again(fd, os.O_RDONLY)
-        try:
-            return is_written and cached_share(again, PAGE) == 0
-        finally:
-            os.close(again)
-    except AttributeError:  # a system without O_DIRECT
+    except (OSError, AttributeError, MemoryError):  # or a system without O_DIRECT
         return False
+    try:
+        if os.pwritev(fd, [page], 0) != PAGE:
+            return False
     except OSError as error:
         if error.errno not in calls.UNKNOWN:
             raise
         return False
+    finally:
+        set_direct(fd, is_direct=False)
+    try:
+        again = calls.opened_again(fd, os.O_RDONLY)
+    except OSError:  # no /proc, or nobody may read a file that is being written
+        return False
+    try:
+        return cached_share(again, PAGE) == 0
+    finally:
+        os.close(again)
 
 
 def cached_share(fd: int, size: int) -> float:
     """How much of a file lies in the page cache, from 0 to 1, by a few pages; 1 if the system does not tell.
 
-    To read and not to wait would not do: it begins to read ahead.
+    It does not tell a user who neither owns nor may write the file. A read with RWF_NOWAIT would tell, but it also
+    begins to read ahead.
     """
     if _mincore is None or not size:
         return 1.0
     found, told = 0, ctypes.c_ubyte()
-    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapping:
-        begin = _array(mapping).ctypes.data
-        for part in range(_SAMPLES):
-            if _mincore(begin + size * part // _SAMPLES // PAGE * PAGE, PAGE, ctypes.byref(told)) != 0:
-                return 1.0
-            found += told.value & 1
+    try:
+        with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapping:
+            begin = _array(mapping).ctypes.data
+            for part in range(_SAMPLES):
+                page = begin + size * part // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE
+                if _mincore(page, mmap.PAGESIZE, ctypes.byref(told)) != 0:
+                    return 1.0
+                found += told.value & 1
+    except (OSError, ValueError):  # it cannot be mapped (FUSE), or is shorter now
+        return 1.0
     return found / _SAMPLES
 
 
@@ -109,10 +120,13 @@ _mincore = _mincore_of_libc()
 
 def _memory(size: int) -> memoryview:
     """Memory that begins at a huge page, and consists of such pages if there are any."""
-    # Private: what is written here while a forked child lives is not seen there.
     mapping = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel without huge pages, or a system
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    # Else a fork (a loader's workers) would share the pages with the child, and what is written next would go to single
+    # pages; and O_DIRECT from shared pages needs care that nothing else here needs.
+    with suppress(OSError, AttributeError):
+        mapping.madvise(_WIPE_ON_FORK)
     begin = -int(_array(mapping).ctypes.data) % HUGE_PAGE
     return memoryview(mapping)[begin : begin + size]
 
@@ -169,7 +183,7 @@ class DirectFile:
         self._is_over = False
 
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append all of them. A failure may be one of an earlier call's bytes."""
+        """Append all of them. A failure may be one of an earlier call's bytes; nothing can be appended behind it."""
         self._check()
         for buffer in buffers:
             source, at = _array(buffer), 0
@@ -209,6 +223,8 @@ class DirectFile:
         memory, self._memory = self._memory, None
         if memory is not None:
             _returned(memory)
+        # An error keeps its frames alive, and these this file and what was to be written.
+        self._error = None
 
     def _taken(self) -> memoryview:
         """An empty buffer."""
@@ -222,10 +238,15 @@ class DirectFile:
     def _hand_over(self, offset: int, buffer: memoryview) -> None:
         if not self._is_direct:
             self._is_direct = True
-            set_direct(self._fd, is_direct=True)
+            with suppress(OSError):  # then through the cache
+                set_direct(self._fd, is_direct=True)
             self._start()
         if not self._threads:
-            self._write_out(offset, buffer)
+            try:
+                self._write_out(offset, buffer)
+            except BaseException as error:
+                self._error = error
+                raise
             self._free.append(buffer)
             return
         with self._cond:
@@ -245,6 +266,8 @@ class DirectFile:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._is_over:
+            raise ValueError("the file is closed")
 
     # The threads.
 
@@ -257,17 +280,15 @@ class DirectFile:
                     return
                 offset, buffer = self._full.popleft()
                 self._under_way += 1
-            error: BaseException | None = None
             try:
                 self._write_out(offset, buffer)
-            except BaseException as caught:  # raised by the thread that fills the buffers
-                error = caught
+            except BaseException as error:  # raised by the thread that fills the buffers
+                with self._cond:
+                    self._error = self._error or error
+                    self._full.clear()
             with self._cond:
                 self._under_way -= 1
                 self._free.append(buffer)
-                if error is not None:
-                    self._error = self._error or error
-                    self._full.clear()
                 self._cond.notify_all()
 
     def _write_out(self, offset: int, buffer: memoryview) -> None:
@@ -277,7 +298,7 @@ class DirectFile:
                 count = os.pwritev(self._fd, [buffer], offset)
             except OSError as error:
                 # Not so many bytes, or not from this memory: the rest of a short write, or disks with larger blocks.
-                if error.errno != errno.EINVAL or not may_be_refused:
+                if error.errno not in calls.UNKNOWN or not may_be_refused:
                     raise
                 may_be_refused = False
                 set_direct(self._fd, is_direct=False)
@@ -295,9 +316,13 @@ class DirectReader:
     """
 
     def __init__(self, fd: int) -> None:
-        """`fd`: opened for this alone."""
+        """`fd`: opened for this alone, and closed by this."""
         self._fd = fd
-        self._memory = _borrowed()
+        try:
+            self._memory = _borrowed()
+        except BaseException:
+            os.close(fd)
+            raise
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for at in range(0, len(self._memory), BUFFER):
             self._free.put(self._memory[at : at + BUFFER])
@@ -321,8 +346,14 @@ class DirectReader:
             self._free.put(own)
 
     def close(self) -> None:
-        os.close(self._fd)
-        _returned(self._memory)
+        """May be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        os.close(fd)
+        # Not if a read that nobody waited for may still put bytes there: a save would write them.
+        if self._free.qsize() == BUFFERS:
+            _returned(self._memory)
 
 
 def _scattered(source: np.ndarray[Any, Any], rest: deque[np.ndarray[Any, Any]]) -> None:

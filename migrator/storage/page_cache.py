@@ -92,7 +92,7 @@ class Bypass:
 
 def find_bypass(fd: int) -> Bypass:
     """Tried with this new file. Its first bytes are written."""
-    # All errors here: later an error of a wait is one of the disk, which is told once, and nowhere else.
+    # Here any error means that the call cannot be used. Later it means that the disk failed, and is told only once.
     waits, is_direct = False, direct_io.is_possible(fd)
     if sync_file_range is not None and hasattr(os, "posix_fadvise"):
         with contextlib.suppress(OSError):
@@ -116,7 +116,10 @@ def goes_direct(bypass: Bypass, size: int) -> bool:
 
 def large_file(fd: int, bypass: Bypass, size: int) -> LargeFile | DirectFile:
     """A new file that will have about `size` bytes."""
-    return DirectFile(fd) if goes_direct(bypass, size) else LargeFile(fd, bypass)
+    if goes_direct(bypass, size):
+        with contextlib.suppress(OSError, MemoryError):  # no memory for the buffers
+            return DirectFile(fd)
+    return LargeFile(fd, bypass)
 
 
 class LargeFile:

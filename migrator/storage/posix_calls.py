@@ -7,8 +7,8 @@ Each change of the GIL's owner beside a busy training loop costs up to a second,
 read or write moves as much as it can. `page_cache` writes large files.
 
 The kernel is asked by way of `os` alone, here and in `posix`. So a test can put another
-one in its place, one that forgets what was not synced. (`page_cache` has one call more,
-`direct_io` a flag.)
+one in its place, one that forgets what was not synced. (`page_cache` and
+`direct_io` have calls of their own, which make nothing durable.)
 """
 
 from __future__ import annotations

@@ -85,6 +85,23 @@ def test_sigterm_to_a_forked_child_is_not_our_notice(job: Job) -> None:
     assert "children {-15}" in text
 
 
+BUFFERS = """
+from migrator.storage import direct_io
+
+memory = direct_io._memory(1 << 20)
+memory[:4] = b"save"
+pid = os.fork()
+if pid == 0:
+    os._exit(memory[:4] != bytes(4))
+print("child", code_of(pid), "parent", bytes(memory[:4]))
+"""
+
+
+def test_a_forked_child_does_not_share_the_buffers_of_large_files(job: Job) -> None:
+    """A loader's workers. The next save would copy each shared page, to a single one, before it writes it."""
+    assert "child 0 parent b'save'" in finish(write(job, BUFFERS).run())
+
+
 MULTIPROCESSING = """
 context = multiprocessing.get_context("fork")
 process = context.Process(target=time.sleep, args=(60,))

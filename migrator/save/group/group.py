@@ -284,7 +284,7 @@ class Group:
 
     def end_last(self, outcome: Outcome) -> None:
         _leave_after_others(self._ranks, self._leaving, self._pod)
-        self._leaving.stay_for_agent(speaks=self._reply.speaks, is_asked=self._reply.is_asked)
+        self._leaving.stay_for_agent(speaks=self._reply.speaks, pod_is_asked=self._reply.pod_is_asked)
         with self._cond:
             asked, self._asked = self._asked, []
         error = None if outcome.is_safe else SaveFailed(outcome.why)

@@ -919,3 +919,30 @@ def test_a_disk_that_fails_while_reading_is_not_called_corrupt(
     with pytest.raises(StorageError) as failure:
         read_part(storage, CKPT, record)
     assert failure.value.transient
+
+
+@pytest.mark.parametrize("piece", [1, 7, 300, 999, 1000, 4096])
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_blocks_are_read_in_pieces(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, piece: int, spoilt: int
+) -> None:
+    """Of any size, through all tensors; a block that was spoilt on the way is read once more as a whole."""
+    tensors = {f"t{i}": torch.randn(n, generator=torch.Generator().manual_seed(i)) for i, n in enumerate((3, 400, 77))}
+    record = write_part(storage, PART, tensors)
+    monkeypatch.setattr(PosixReader, "piece", piece)
+    real, bad = PosixReader.read, [spoilt]
+
+    def read(self: PosixReader, buffers: list[memoryview], offset: int) -> None:
+        real(self, buffers, offset)
+        if offset >= small_blocks and bad[0] and buffers:
+            bad[0] -= 1
+            buffers[0][0] ^= 1
+
+    monkeypatch.setattr(PosixReader, "read", read)
+    monkeypatch.setattr(PosixReader, "threads", 1)
+    if spoilt == 2 and piece >= small_blocks:
+        with pytest.raises(CkptCorrupt, match="block 2 of"):
+            read_part(storage, CKPT, record)
+        return
+    found = read_part(storage, CKPT, record)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

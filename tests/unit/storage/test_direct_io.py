@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import gc
+import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ def on_disk() -> Iterator[Path]:
         works = is_possible(fd)
         os.close(fd)
         if not works:
-            pytest.skip("the file system of /var/tmp has no O_DIRECT")
+            pytest.skip("LOUD: nothing is written around the page cache: /var/tmp has no O_DIRECT")
         yield Path(place)
 
 
@@ -274,6 +279,68 @@ def test_memory_is_used_again_when_nobody_uses_it(fd: int, tmp_path: Path) -> No
     assert len(direct_io._idle) == 1
 
 
+def test_a_closed_file_is_closed(fd: int) -> None:
+    """Its memory and the number of its descriptor may be another one's."""
+    file = DirectFile(fd)
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.write([memoryview(bytes(PAGE))])
+    with pytest.raises(ValueError, match="closed"):
+        file.finish()
+
+
+def test_an_error_without_threads_ends_the_file_too(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the file could be finished with a hole in it."""
+    monkeypatch.setattr(DirectFile, "_start", lambda self: None)
+    fails(monkeypatch, errno.ENOSPC, from_byte=0)
+    file = DirectFile(fd)
+    with pytest.raises(OSError, match="No space"):
+        file.write([memoryview(bytes(PAGE))])
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space"):
+        file.finish()
+    file.close()
+
+
+def test_a_failed_file_keeps_nothing_alive(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error keeps its frames alive, and these what was to be written; a training may run without the collector."""
+    fails(monkeypatch, errno.ENOSPC, from_byte=0)
+    gc.collect()
+    gc.disable()
+    try:
+        file = DirectFile(fd)
+        gone = weakref.ref(file)
+        with contextlib.suppress(OSError):
+            file.write([memoryview(bytes(40 * PAGE))])
+            file.finish()
+        file.close()
+        del file
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_flag_that_is_refused_later_is_done_without(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file goes through the cache."""
+    monkeypatch.setattr(direct_io, "set_direct", refuses(errno.EINVAL))
+    assert written(fd, 9 * PAGE) == (tmp_path / "file").read_bytes()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError()])
+def test_without_memory_for_buffers_it_is_an_ordinary_file(
+    fd: int, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A limit on the address space costs no save."""
+
+    def refuse(size: int) -> memoryview:
+        raise error
+
+    direct_io._idle.clear()
+    monkeypatch.setattr(direct_io, "_memory", refuse)
+    assert isinstance(large_file(fd, Bypass(Way.NONE, is_direct=True), 1 << 40), LargeFile)
+    assert not is_possible(fd)
+
+
 # Where it is used.
 
 
@@ -312,6 +379,37 @@ def test_what_is_in_the_cache_behind_the_write_did_not_go_around_it(
         monkeypatch.setattr(direct_io, "cached_share", lambda *_: told)
     storage.check()
     assert storage.traits()["writes"] != "O_DIRECT"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENODEV, "No such device"), ValueError("mmap length is greater")])
+def test_a_file_that_cannot_be_mapped_goes_through_the_cache(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """FUSE, or a server that tells the size late: `listening()` works, and so does a load."""
+    real = mmap.mmap
+
+    def refuse(fd: int, *arguments: Any, **more: Any) -> Any:
+        if fd >= 0:
+            raise error
+        return real(fd, *arguments, **more)
+
+    monkeypatch.setattr("migrator.storage.direct_io.mmap.mmap", refuse)
+    storage = PosixStorage(on_disk, "job")
+    storage.check()
+    assert storage.traits()["writes"] != "O_DIRECT"
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_opened_again_goes_through_the_cache(
+    cold: PosixStorage, monkeypatch: pytest.MonkeyPatch, whole: bytes, code: int
+) -> None:
+    """No /proc, or a server that lets nobody read what is being written."""
+    monkeypatch.setattr("migrator.storage.posix_calls.opened_again", refuses(code))
+    before = open_now()
+    assert not read_by(cold, monkeypatch, whole)
+    cold.check()
+    assert cold.traits()["writes"] != "O_DIRECT"
+    assert open_now() == before
 
 
 def test_a_disk_that_fails_is_told_of(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +469,34 @@ def test_the_sync_comes_behind_the_last_byte(volume: PosixStorage, monkeypatch: 
         file.finish()
     assert called[: called.index("fsync")].count("pwritev") == 10
     assert called[called.index("fsync") :].count("pwritev") == 0
+
+
+def test_an_upload_that_is_left_waits_before_its_descriptor_is_closed(
+    volume: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that is under way would land in the next file with this number."""
+    real, began, may_go, closed = os.pwritev, threading.Event(), threading.Event(), list[int]()
+
+    def write(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        began.set()
+        assert may_go.wait(60)
+        assert closed == []
+        return real(fd, buffers, offset, *flags)
+
+    with volume.upload("ckpt/part", size=0) as file:
+        monkeypatch.setattr(os, "pwritev", write)
+        file.write([memoryview(bytes(PAGE))])
+        assert began.wait(60)
+        real_close, number = os.close, file._fd
+
+        def close(fd: int) -> None:
+            if fd == number:
+                closed.append(fd)
+            real_close(fd)
+
+        monkeypatch.setattr(os, "close", close)
+        threading.Timer(0.05, may_go.set).start()
+    assert closed == [number]
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, StorageFullError), (errno.EIO, StorageTransientError)])
@@ -456,6 +582,47 @@ def test_any_range_is_read(reader: DirectReader, whole: bytes, offset: int, size
     assert reader._free.qsize() == direct_io.BUFFERS, "each buffer is given back"
 
 
+def test_many_threads_read_at_the_same_time(
+    reader: DirectReader, whole: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by a buffer of its own; more of them than there are buffers wait."""
+    real, most, now, lock = os.preadv, 0, 0, threading.Lock()
+    all_in = threading.Event()
+
+    def read(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal most, now
+        with lock:
+            now += 1
+            most = max(most, now)
+            if now == direct_io.BUFFERS:
+                all_in.set()
+        assert all_in.wait(60)
+        found = real(fd, buffers, offset)
+        with lock:
+            now -= 1
+        return found
+
+    monkeypatch.setattr(os, "preadv", read)
+    found = [bytearray(PAGE) for _ in range(9)]
+    with ThreadPoolExecutor(9) as pool:
+        list(pool.map(lambda i: reader.read([memoryview(found[i])], i * PAGE), range(9)))
+    assert b"".join(found) == whole[: 9 * PAGE]
+    assert most == direct_io.BUFFERS
+
+
+def test_memory_that_is_still_read_into_is_not_used_again(on_disk: Path, whole: bytes) -> None:
+    """A read that was left alone would put its bytes into what a save writes."""
+    (on_disk / "whole").write_bytes(whole)
+    for is_read in (True, False):
+        direct_io._idle.clear()
+        reader = DirectReader(os.open(on_disk / "whole", os.O_RDONLY | os.O_DIRECT))
+        if is_read:
+            reader._free.get()
+        reader.close()
+        reader.close()
+        assert len(direct_io._idle) == (0 if is_read else 1)
+
+
 @pytest.mark.parametrize("most", [PAGE, 5000, 3 * PAGE])
 def test_a_short_read_is_gone_on_with(
     reader: DirectReader, whole: bytes, monkeypatch: pytest.MonkeyPatch, most: int
@@ -519,6 +686,15 @@ def test_a_file_that_is_not_in_memory_is_read_around_the_cache(
     dropped(cold.directory / "ckpt" / "part")
     cold.read_with_others()
     assert not read_by(cold, monkeypatch, whole)
+
+
+def test_what_is_in_the_cache_in_part_is_read_around_it(
+    cold: PosixStorage, monkeypatch: pytest.MonkeyPatch, whole: bytes
+) -> None:
+    """Until most of it is there."""
+    for share, goes_around in ((0.0, True), (0.7, True), (0.9, False)):
+        monkeypatch.setattr("migrator.storage.posix.cached_share", lambda *_, share=share: share)
+        assert read_by(cold, monkeypatch, whole) == goes_around
 
 
 def test_a_read_that_is_refused_is_an_ordinary_one(
