@@ -212,7 +212,7 @@ def saves(count: int = SAVES, size: int = 4) -> dict[str, Any]:
 
 def main() -> None:
     without_lookups()
-    for size in [int(text) for text in sys.argv[1:]] or [16, 128, 1024]:
+    for size in [int(text) for text in sys.argv[1:]] or [64, 256, 1024]:
         print(json.dumps(many(size)), flush=True)
     print(json.dumps(saves()), flush=True)
 

@@ -133,7 +133,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         train(sys.argv[1], int(sys.argv[2]))
         return
-    for size in (2, 4):
+    for size in (2, 4, 8):
         leave(size)
     idle(2)
 
