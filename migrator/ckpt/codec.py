@@ -438,7 +438,16 @@ def _text(data: bytes) -> str:
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(plain).numpy().tobytes()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in the same memory."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= 1:
+        # It counts as contiguous whatever its stride is (a column's slice of one row); the view wants 1.
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 class _Decoder:

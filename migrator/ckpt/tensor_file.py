@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import queue
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
-from migrator.ckpt.codec import DTYPES, dtype_name
+from migrator.ckpt.codec import DTYPES, as_bytes, dtype_name
 from migrator.ckpt.digests import BLOCK, block_count, block_digest, digest_of_blocks
 from migrator.ckpt.manifest import PartRecord
 from migrator.ckpt.names import file_in
@@ -192,16 +194,54 @@ def _fill(
         return end - begin
 
     done = 0
-    with ThreadPoolExecutor(file.threads, thread_name_prefix="migrator-read") as pool:
-        blocks = [pool.submit(block, index) for index in range(len(record.blocks))]
-        try:
-            for finished in as_completed(blocks):
-                done += finished.result()
-                if progress is not None:
-                    progress(done, record.bytes)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    # Closed here: no thread may read when the file is closed.
+    with closing(_in_threads(block, len(record.blocks), file.threads)) as sizes:
+        for size in sizes:
+            done += size
+            if progress is not None:
+                progress(done, record.bytes)
+
+
+def _in_threads(call: Callable[[int], int], count: int, threads: int) -> Generator[int, None, None]:
+    """The results of `call` for all numbers below `count`, as they come. Fewer threads are enough, or none."""
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[int, BaseException | None]] = queue.SimpleQueue()
+    for number in range(count):
+        waiting.put(number)
+
+    def run() -> None:
+        with suppress(queue.Empty):
+            while True:
+                number = waiting.get_nowait()
+                try:
+                    found.put((call(number), None))
+                except BaseException as error:  # raised by the thread that waits
+                    found.put((0, error))
+
+    started: list[threading.Thread] = []
+    with suppress(RuntimeError):  # there are as many threads as are allowed
+        for _ in range(min(threads, count)):
+            thread = threading.Thread(target=run, name="migrator-read", daemon=True)
+            thread.start()
+            started.append(thread)
+    if not started:
+        yield from map(call, range(count))
+        return
+    try:
+        for _ in range(count):
+            result, error = found.get()
+            if error is not None:
+                try:
+                    raise error
+                finally:
+                    del error  # else its frames would keep what they hold until the garbage is collected
+            yield result
+    finally:
+        with suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
+        for thread in started:
+            thread.join()
 
 
 def _scatter(data: memoryview, buffers: list[memoryview]) -> None:
@@ -343,5 +383,4 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, writable, not copied, kept alive by the view."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    return as_bytes(tensor).numpy().data

@@ -6,6 +6,7 @@ The memory is taken and touched before it is needed, because filling fresh memor
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class StagingBuffer:
     def _take(self, size: int) -> None:
         self._memory = None
         if size > 0 and size + _ROOM_LEFT < container.free_memory():
-            self._memory = torch.zeros(size, dtype=torch.uint8)
+            with suppress(RuntimeError, MemoryError):  # a limit on the address space: the loop waits instead
+                self._memory = torch.zeros(size, dtype=torch.uint8)
 
     def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Copies of all tensors, or None if there is no memory for them."""

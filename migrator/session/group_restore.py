@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from migrator.ckpt import catalog
+from migrator.ckpt import catalog, codec
 from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest
 from migrator.ckpt.names import manifest_name
 from migrator.errors import CkptCorrupt, CkptMismatch, MigratorError, RanksError
@@ -106,7 +106,7 @@ class GroupRestore:
             raise RanksError(f"not all ranks could make room for {name}")
         group = distributed.new_group(backend="gloo")
         for tensor in tensors.values():
-            distributed.broadcast(restore.as_bytes(tensor), src=0, group=group)
+            distributed.broadcast(codec.as_bytes(tensor), src=0, group=group)
         distributed.destroy_process_group(group)
         plan = RestorePlan(manifest, self._registry, rank=ranks.rank, size=ranks.size)
         return plan.restore(tensors)

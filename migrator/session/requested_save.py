@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 
-from migrator.errors import SaveFailed
+from migrator.errors import SaveFailed, UsageError
 from migrator.events import log
 from migrator.leaving.leaving import Leaving
 from migrator.loop.gate import Gate, Phase
@@ -26,9 +27,15 @@ class RequestedSave:
         self._leaving = leaving
         self._departure = departure
         self._thread = threading.get_ident()
+        self._pid = os.getpid()
 
     def save(self, *, wait: bool) -> str | None:
         """The name of the ckpt; None if there is none, or if it is not waited for."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "save_ckpt() was called in a forked child, where no thread saves. Call it in the process that called "
+                "listening(). A child that trains something of its own calls close(), register() and listening() first."
+            )
         self._safe_points.raise_postponed()
         newest = self._saver.newest
         if self._gate.phase in (Phase.FRESH, Phase.LOADED):

@@ -79,8 +79,3 @@ def described(tensors: dict[str, Tensor]) -> list[Any]:
 def made(described: list[Any]) -> dict[str, Tensor]:
     """Tensors as `described` says, to be filled."""
     return {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, dtype, shape in described}
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as plain bytes."""
-    return tensor.reshape(-1).view(torch.uint8)

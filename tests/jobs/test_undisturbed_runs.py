@@ -102,6 +102,28 @@ def test_a_forked_child_does_not_share_the_buffers_of_large_files(job: Job) -> N
     assert "child 0 parent b'save'" in finish(write(job, BUFFERS).run())
 
 
+FORKED_AND_SAVES = """
+pid = os.fork()
+if pid == 0:
+    try:
+        migrator.save_ckpt()
+    except BaseException as error:
+        print(f"child {type(error).__name__}: {error}\\n", end="", flush=True)
+        os._exit(7)
+    os._exit(0)
+print("code", code_of(pid))
+print("saved", migrator.save_ckpt())
+"""
+
+
+def test_a_forked_child_that_saves_is_told_that_it_cannot(job: Job) -> None:
+    """Nobody would answer it there. The parent saves as before."""
+    text = finish(write(job, FORKED_AND_SAVES).run())
+    assert "child UsageError: save_ckpt() was called in a forked child" in text
+    assert "\ncode 7\n" in text
+    assert "\nsaved 000001-" in text
+
+
 MULTIPROCESSING = """
 context = multiprocessing.get_context("fork")
 process = context.Process(target=time.sleep, args=(60,))

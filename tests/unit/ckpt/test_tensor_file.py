@@ -11,7 +11,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from migrator.ckpt import digests, piece_digests, tensor_file
+from migrator.ckpt import codec, digests, piece_digests, tensor_file
 from migrator.ckpt.codec import DTYPES
 from migrator.ckpt.digests import block_digest, digest_of_blocks
 from migrator.ckpt.manifest import PartRecord
@@ -664,11 +663,9 @@ def test_behind_a_bad_block_nothing_more_is_read(
         file.write(b"x")
     is_given_up, read = threading.Event(), []
 
-    class Pool(ThreadPoolExecutor):
-        def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-            super().shutdown(False, cancel_futures=cancel_futures)
-            is_given_up.set()
-            super().shutdown(wait)
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        is_given_up.set()
+        real_join(self, timeout)
 
     def read_block(file: PosixReader, buffers: list[memoryview], offset: int) -> None:
         read.append(offset)
@@ -676,7 +673,8 @@ def test_behind_a_bad_block_nothing_more_is_read(
             is_given_up.wait(60)
         read_range(file, buffers, offset)
 
-    monkeypatch.setattr(tensor_file, "ThreadPoolExecutor", Pool)
+    real_join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", join)
     read_range = PosixReader.read
     monkeypatch.setattr(PosixReader, "read", read_block)
     with pytest.raises(CkptCorrupt, match="block 21 of 405"):
@@ -946,3 +944,86 @@ def test_blocks_are_read_in_pieces(
         return
     found = read_part(storage, CKPT, record)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_load_needs_no_threads(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """A container's limit on processes is one on threads."""
+    tensors = {"a": torch.randn(3000), "b": torch.randn(77)}
+    record = write_part(storage, PART, tensors)
+    real, started = threading.Thread.start, list[threading.Thread]()
+
+    def start(self: threading.Thread) -> None:
+        if len(started) == most:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(PosixReader, "threads", 4)
+    seen: list[int] = []
+    found = read_part(storage, CKPT, record, progress=lambda done, size: seen.append(done))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert len(started) == most
+    assert seen[-1] == record.bytes
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_no_thread_reads_when_a_load_has_failed(
+    storage: PosixStorage, small_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor is closed then, and its number is another file's."""
+    record = write_part(storage, PART, {"a": torch.randn(3000)})
+    reading, closed = 0, False
+    real, lock = PosixReader.read, threading.Lock()
+
+    def read(self: PosixReader, buffers: list[memoryview], offset: int) -> None:
+        nonlocal reading
+        with lock:
+            reading += 1
+        assert not closed
+        real(self, buffers, offset)
+        with lock:
+            reading -= 1
+
+    real_close = PosixReader.close
+
+    def close(self: PosixReader) -> None:
+        nonlocal closed
+        assert reading == 0
+        closed = True
+        real_close(self)
+
+    monkeypatch.setattr(PosixReader, "read", read)
+    monkeypatch.setattr(PosixReader, "close", close)
+
+    def stop(done: int, size: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        read_part(storage, CKPT, record, progress=stop)
+    assert closed
+
+
+ODD_STRIDES = {
+    "one of a row": lambda: torch.randn(1, 5)[:, 0],
+    "one of a matrix": lambda: torch.randn(3, 5)[2:, 4:],
+    "none of a row": lambda: torch.randn(0, 5)[:, 0],
+    "a view of one": lambda: torch.randn(7).as_strided((1, 1), (3, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_STRIDES)
+def test_one_element_may_have_any_stride(storage: PosixStorage, kind: str) -> None:
+    """It counts as contiguous whatever it is; and it is where its value lies, as all are."""
+    tensor = ODD_STRIDES[kind]()
+    back = read_part(storage, CKPT, write_part(storage, PART, {"a": tensor}))["a"]
+    assert torch.equal(back, tensor)
+    if tensor.numel():
+        memory(tensor)[:] = memory(torch.zeros(1))
+        assert tensor.sum() == 0
+    assert digest_of(tensor) == digest_of(tensor.clone())
+    tree = codec.encode({"a": tensor}, put=lambda *_: None, path="x")
+    assert torch.equal(codec.decode(tree, get=lambda *_: torch.empty(0))["a"], tensor)

@@ -11,6 +11,7 @@ import torch
 from migrator.save import attempt_factory
 from migrator.save.attempt_factory import AttemptFactory
 from migrator.save.speed import Speed
+from migrator.save.staging import StagingBuffer
 
 
 class Clock:
@@ -78,3 +79,16 @@ def test_nothing_is_copied_for_a_loop_that_waits_for_the_save(clock: Clock, size
     made = factory(clock, size=size, interval_s=0.001, bytes_per_s=1e6, loop_waits=True)
     made.prepare()
     assert not made.has_prepared
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), MemoryError()])
+def test_memory_that_cannot_be_had_costs_no_save(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A limit on the address space, which the cgroup does not show: the loop waits instead."""
+
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    staging = StagingBuffer()
+    monkeypatch.setattr(torch, "zeros", refuse)
+    staging.prepare([torch.ones(100)])
+    assert staging.copies({"a": torch.ones(100)}) is None
