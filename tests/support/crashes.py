@@ -35,7 +35,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -936,8 +936,7 @@ def quick() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     with (
         instead_of_os(),
-        patch("migrator.ckpt.tensor_file.ThreadPoolExecutor", _AtOnce),
-        patch("migrator.ckpt.tensor_file.as_completed", list),
+        patch("migrator.ckpt.tensor_file._in_threads", _at_once),
         patch("migrator.ranks.shares.SHARE_BYTES", 1),
         patch("migrator.save.attempt._written", dict),
         patch("migrator.session.restore_plan._check_random", lambda name, states: None),
@@ -951,25 +950,9 @@ def quick() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _AtOnce:
-    """Stands for the pool of two threads that read: the model disk knows one thread a process."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> _AtOnce:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def shutdown(self, **_: Any) -> None: ...
-
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(call(*arguments))
-        except CkptCorrupt as error:
-            future.set_exception(error)
-        return future
+def _at_once(call: Callable[[int], int], count: int, threads: int) -> Iterator[int]:
+    """Stands for the threads that read: the model disk knows one thread a process."""
+    yield from map(call, range(count))
 
 
 def _newest_part(machine: Machine) -> str | None:

@@ -198,9 +198,6 @@ EXPLAINED: dict[str, str] = {
     'ckpt/continuation.gone_on_without | if note.get("looks") is not True or time.monotonic() > end_s: | > to >=': (
         "no two moments of a clock are the same"
     ),
-    "ckpt/tensor_file._fill | pool.shutdown(wait=False, cancel_futures=True) | False to True": (
-        "the end of the `with` waits in either case"
-    ),
 }
 """Mutants that no test can tell from the code, or that do no harm, and why."""
 
