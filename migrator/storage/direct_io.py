@@ -208,7 +208,8 @@ class DirectFile:
         if self._buffer is not None:
             begin = self.size - self.size % BUFFER
             if self._is_direct:
-                set_direct(self._fd, is_direct=False)
+                with suppress(OSError):  # if it was refused before, there is nothing to take back; else the write tells
+                    set_direct(self._fd, is_direct=False)
             calls.write_all(self._fd, [self._buffer[: self.size - begin]], begin)
         self.close()
 

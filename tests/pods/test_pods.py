@@ -328,7 +328,7 @@ def test_a_request_to_a_container_is_nothing_to_the_next_one(training: Training)
 
 
 def test_a_finished_pod_has_no_hook(training: Training) -> None:
-    """It ends with 0 and takes the signal file away; whoever deletes it then calls nobody."""
+    """It ends with 0 and takes the signal file away; a hook of a pod that is deleted then calls nobody."""
     training.go()
     pod = training.pod()
     assert pod.wait().exit_code == 0

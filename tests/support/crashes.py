@@ -530,7 +530,7 @@ def killed_while_leaving(machine: Machine, told: Told, setting: Setting, seed: i
 
 
 def together(machine: Machine, told: Told, setting: Setting, seed: int) -> None:
-    """Ranks put one ckpt together, twice, then a last one; whoever sees it complete commits it; one may die."""
+    """Ranks put one ckpt together, twice, then a last one; a rank that sees it complete commits it; one may die."""
     machine.mount(told.before)
     first = Life(machine, told, keep=setting.keep)
     generation = first.begin()
@@ -899,7 +899,7 @@ class Search:
         self.seen.walked_back += bool(life.bad)
         life.save()
         if any(name.endswith(".leaving") for name in machine.files()):
-            # Nobody can tell that whoever set the mark is dead, before it is much older than its grace.
+            # The life that set the mark counts as dead only when the mark is much older than its grace.
             machine.now_s += leaving_mark.STALE * LONG_GRACE_S
             life.save()
         return life

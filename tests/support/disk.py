@@ -517,7 +517,7 @@ KERNEL = Kernel()
 
 @contextmanager
 def instead_of_os() -> Iterator[None]:
-    """The storage modules ask this kernel; whoever uses them has to mount a disk first."""
+    """The storage modules ask this kernel; a user of them has to mount a disk first."""
     with (
         patch("migrator.storage.posix.os", KERNEL),
         patch("migrator.storage.posix_calls.os", KERNEL),

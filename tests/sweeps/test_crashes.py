@@ -114,7 +114,7 @@ def _directories_only(kernel: Kernel, fd: int) -> None:
 
 
 def _put_and_hope(of: ObjectStorage, key: str, data: bytes) -> None:
-    """Whoever has the name, and whatever was answered."""
+    """Another writer may have the name, and the answer may be lost."""
     with suppress(StorageTransientError):
         of.client.put(key, data)
 

@@ -292,7 +292,7 @@ def test_a_tensor_without_a_home_may_be_larger_than_the_memory(
 
 
 def test_progress_reaches_the_end(storage: PosixStorage, small_blocks: int) -> None:
-    """Whoever waits is told how far it is, in both directions."""
+    """A user who waits is told how far it is, in both directions."""
     written, read = [], []
     tensors = {"a": torch.randn(900), "b": torch.randn(30)}
     record = write_part(storage, PART, tensors, after_block=lambda done, total: written.append((done, total)))
@@ -603,7 +603,7 @@ def test_every_flipped_byte_is_found(storage: PosixStorage) -> None:
 
 
 def test_a_bad_block_is_named_with_file_and_tensors(storage: PosixStorage, small_blocks: int) -> None:
-    """Whoever reads the log knows what was lost."""
+    """A reader of the log knows what was lost."""
     record = write_part(storage, PART, {"first": torch.zeros(1000), "second": torch.zeros(1000)})
     fd = os.open(path_of(storage), os.O_WRONLY)
     os.pwrite(fd, b"x", record.bytes - 1)
@@ -907,7 +907,7 @@ def test_an_empty_or_tiny_file_is_corrupt(storage: PosixStorage) -> None:
 def test_a_disk_that_fails_while_reading_is_not_called_corrupt(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ckpt may be whole; whoever would take the one before it must know the difference."""
+    """The ckpt may be whole; a load that would take the one before it must know the difference."""
     record = write_part(storage, PART, {"a": torch.randn(5)})
 
     def fail(*arguments: Any) -> int:
@@ -976,35 +976,38 @@ def test_no_thread_reads_when_a_load_has_failed(
 ) -> None:
     """The descriptor is closed then, and its number is another file's."""
     record = write_part(storage, PART, {"a": torch.randn(3000)})
-    reading, closed = 0, False
-    real, lock = PosixReader.read, threading.Lock()
+    is_reading, may_go_on, reading = threading.Event(), threading.Event(), list[int]()
+    real_read, real_close, real_join = PosixReader.read, PosixReader.close, threading.Thread.join
+    left: list[int] = []
 
     def read(self: PosixReader, buffers: list[memoryview], offset: int) -> None:
-        nonlocal reading
-        with lock:
-            reading += 1
-        assert not closed
-        real(self, buffers, offset)
-        with lock:
-            reading -= 1
+        if offset >= small_blocks:
+            reading.append(offset)
+            is_reading.set()
+            assert may_go_on.wait(60)
+            reading.remove(offset)
+        real_read(self, buffers, offset)
 
-    real_close = PosixReader.close
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        may_go_on.set()
+        real_join(self, timeout)
 
     def close(self: PosixReader) -> None:
-        nonlocal closed
-        assert reading == 0
-        closed = True
+        left.append(len(reading))
+        may_go_on.set()
         real_close(self)
 
     monkeypatch.setattr(PosixReader, "read", read)
     monkeypatch.setattr(PosixReader, "close", close)
+    monkeypatch.setattr(threading.Thread, "join", join)
 
     def stop(done: int, size: int) -> None:
+        assert is_reading.wait(60)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         read_part(storage, CKPT, record, progress=stop)
-    assert closed
+    assert left == [0]
 
 
 ODD_STRIDES = {
