@@ -32,7 +32,7 @@ class Mark:
 
     def __init__(self, tensors: Sequence[Tensor], before: Mark | None = None) -> None:
         self._versions = _versions(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._addresses = list(map(Tensor.data_ptr, tensors))
         # The places of the samples are the same while the addresses are, and finding them is most of the cost.
         self._places: _Places
         if before is not None and before._addresses == self._addresses and before._places.fit(tensors):
@@ -45,7 +45,7 @@ class Mark:
         """Whether a tensor was replaced, written to or resized since."""
         # These references keep the memory alive, because the main thread may replace a `.data` meanwhile.
         held = [tensor.detach() for tensor in tensors]
-        if [tensor.data_ptr() for tensor in held] != self._addresses or not self._places.fit(held):
+        if list(map(Tensor.data_ptr, held)) != self._addresses or not self._places.fit(held):
             return True
         if _versions(tensors) != self._versions:
             return True

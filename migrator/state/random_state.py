@@ -33,15 +33,25 @@ class _Numpy:
     def __init__(self) -> None:
         self._raw = b""
         self._state: dict[str, Any] = {}
+        self._generator: Any = None
+        self._memory: Any = None
+        """The raw state in the memory of `_generator`; None if that is of another kind."""
 
     def capture(self) -> dict[str, Any]:
         generator: Any = np.random.mtrand._rand._bit_generator
-        if type(generator).__name__ != "MT19937":
+        if generator is not self._generator:
+            self._find(generator)
+        if self._memory is None:
             return dict(np.random.get_state(legacy=False))
-        raw = ctypes.string_at(generator.ctypes.state_address, self.RAW_BYTES)
+        raw = bytes(self._memory)
         if raw != self._raw or self._state.get("has_gauss", 1):
             self._raw, self._state = raw, dict(np.random.get_state(legacy=False))
         return self._state
+
+    def _find(self, generator: Any) -> None:
+        self._generator, self._memory, self._raw = generator, None, b""
+        if type(generator).__name__ == "MT19937":
+            self._memory = (ctypes.c_char * self.RAW_BYTES).from_address(generator.ctypes.state_address)
 
 
 _numpy = _Numpy()
@@ -50,7 +60,8 @@ _numpy = _Numpy()
 def capture() -> dict[str, Any]:
     """All random states, as values that can be stored. Does not change any of them."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": _numpy.capture()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    # `is_available()` takes longer than all of the above.
+    if torch.cuda.is_initialized() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
