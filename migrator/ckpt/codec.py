@@ -18,11 +18,12 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
+import functools
 import json
 import math
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -196,10 +197,11 @@ def laid_out(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _by_rows(shape: Iterable[int]) -> tuple[int, ...]:
+@functools.lru_cache(1024)
+def _by_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
-    for length in reversed(tuple(shape)):
+    for length in reversed(shape):
         strides.append(step)
         step *= max(length, 1)
     return tuple(reversed(strides))
@@ -239,7 +241,11 @@ class _Encoder:
 
     def value(self, value: Any, path: str) -> Any:
         self.size += 1
-        if value is None or isinstance(value, bool):
+        kind = type(value)
+        # First what a state consists of, almost all of it.
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return self._tensor(value, path)
+        if value is None or kind is bool:
             return value
         if isinstance(value, enum.Enum):
             raise _refused(path, value, "Store its .value instead.")
@@ -274,7 +280,7 @@ class _Encoder:
                 return float(value)
             return {"!": "float", "v": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
         # Python refuses decimal integers of more than 4300 digits; hexadecimal has no limit.
-        return int(value) if value.bit_length() <= 64 else {"!": "int", "v": f"{int(value):x}"}
+        return int(value) if -_LONG < value < _LONG else {"!": "int", "v": f"{int(value):x}"}
 
     def _container(self, value: Any, path: str) -> Any:
         with self._entered(value, path):
@@ -293,7 +299,11 @@ class _Encoder:
         advice = "Store it as a plain tuple or dict." if isinstance(value, tuple) else _ADVICE
         raise _refused(path, value, advice)
 
-    def _each(self, values: Iterable[Any], path: str) -> list[Any]:
+    def _each(self, values: Sequence[Any], path: str) -> list[Any]:
+        if set(map(type, values)) == _ONLY_INTEGERS and min(values) > -_LONG and max(values) < _LONG:
+            # Shapes, and the 625 of Python's random state.
+            self.size += len(values)
+            return list(values)
         self._lists += 1
         try:
             return [self.value(item, f"{path}[{i}]") for i, item in enumerate(values)]
@@ -429,6 +439,9 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
     raise RegistrationError(f"{path}: this tensor {found}, which a ckpt cannot hold. {advice}")
 
 
+_ONLY_INTEGERS = {int}
+_LONG = 1 << 64
+"""The limit of the integers that are written in decimal."""
 _PLAIN_DISPATCH = (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)
 
 
@@ -437,8 +450,9 @@ def _text(data: bytes) -> str:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return as_bytes(plain).numpy().tobytes()
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return as_bytes(tensor).numpy().tobytes()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,9 @@ begin and to end at a page, and tensors do not. So the bytes are copied by way o
 the kernel's copy: the same few buffers are used again and again, where the page cache takes fresh memory for each page,
 which a virtual machine may have to get from its host first.
 
-A writer's threads give buffers to the disk while the next ones are filled. What is behind the last whole buffer is
-written as usual, at the end. A reader has no threads of its own: it is called by several.
+A writer's threads give buffers to the disk while the next ones are filled. The place on the disk is taken before the
+first write: a file that grows with each write takes longer. The last page is written whole, and the file cut behind its
+last byte. A reader has no threads of its own: it is called by several.
 
 The price: the memory of the buffers, which is kept for the next file, and threads while one is written.
 """
@@ -163,11 +164,27 @@ def _returned(memory: memoryview) -> None:
         _idle.append(memory)
 
 
+def _fallocate_of_libc() -> Any:
+    """Python only has `posix_fallocate`, which writes to every page where the file system has no such call."""
+    try:
+        call = ctypes.CDLL(None).fallocate
+    except (OSError, AttributeError, TypeError):
+        return None
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return call
+
+
+_fallocate = _fallocate_of_libc() if ctypes.sizeof(ctypes.c_long) == 8 else None
+"""Not where an offset may have 32 bits."""
+
+
 class DirectFile:
     """A file that is written from front to back. `close()` has to be called before its descriptor is closed."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, expected: int = 0) -> None:
+        """`expected`: about how many bytes will be written."""
         self._fd = fd
+        self._expected = expected
         self.size = 0
         self._buffer: memoryview | None = None
         """The buffer that is being filled: with the bytes from the last multiple of `BUFFER` to `size`."""
@@ -201,16 +218,19 @@ class DirectFile:
 
     def finish(self) -> None:
         """Wait until all of it is written, the rest behind the last whole buffer too. Then the file can be synced."""
+        if self._buffer is not None:
+            begin = self.size - self.size % BUFFER
+            last, self._buffer = self._buffer, None
+            used = self.size - begin
+            whole = -(-used // PAGE) * PAGE
+            _array(last)[used:whole] = 0
+            self._hand_over(begin, last[:whole])
         with self._cond:
             while (self._full or self._under_way) and not self._error:
                 self._cond.wait(_TICK_S)
         self._check()
-        if self._buffer is not None:
-            begin = self.size - self.size % BUFFER
-            if self._is_direct:
-                with suppress(OSError):  # if it was refused before, there is nothing to take back; else the write tells
-                    set_direct(self._fd, is_direct=False)
-            calls.write_all(self._fd, [self._buffer[: self.size - begin]], begin)
+        # Behind the last byte there may be the rest of its page, and of the place that was taken.
+        os.ftruncate(self._fd, self.size)
         self.close()
 
     def close(self) -> None:
@@ -241,6 +261,9 @@ class DirectFile:
             self._is_direct = True
             with suppress(OSError):  # then through the cache
                 set_direct(self._fd, is_direct=True)
+            if _fallocate is not None and self._expected:
+                # If there is not enough room, or no such call, the writes tell.
+                _fallocate(self._fd, 0, 0, self._expected)
             self._start()
         if not self._threads:
             try:

@@ -118,7 +118,7 @@ def large_file(fd: int, bypass: Bypass, size: int) -> LargeFile | DirectFile:
     """A new file that will have about `size` bytes."""
     if goes_direct(bypass, size):
         with contextlib.suppress(OSError, MemoryError):  # no memory for the buffers
-            return DirectFile(fd)
+            return DirectFile(fd, size)
     return LargeFile(fd, bypass)
 
 

@@ -193,9 +193,9 @@ class PosixStorage(Storage):
 
     def upload(self, name: str, *, size: int = 0) -> PosixUpload:
         target = self._path(name)
-        self._make(target.parent)
-        # Even if another process has made the directory: it may have died before its name was durable.
-        self._sync(target.parent.parent)
+        self._make(target.parent.parent)
+        with as_storage_error("make the directory", target.parent):
+            calls.make_directory(target.parent)
         return PosixUpload(target, self._bypass, self._sync, size)
 
     def list(self, directory: str = "") -> builtins.list[str]:
@@ -378,6 +378,9 @@ class PosixUpload(Upload):
                 os.close(fd)
             calls.rename(self._aside, self._target)
         self._sync_directory(self._target.parent)
+        # The directory's own name, even if another process made it: that one may have died before it was durable. Not
+        # sooner, because behind the sync of a large file it is a small one.
+        self._sync_directory(self._target.parent.parent)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

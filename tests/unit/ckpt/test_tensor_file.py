@@ -795,7 +795,7 @@ def test_the_name_of_a_part_is_durable_when_it_was_written(
 
     monkeypatch.setattr(os, "fsync", fsync)
     write_part(storage, PART, {"a": torch.ones(5)})
-    assert synced[-1] == f"{CKPT} with {[Path(PART).name]}"
+    assert synced[-2:] == [f"{CKPT} with {[Path(PART).name]}", f"job with {[CKPT]}"]
 
 
 def forged(storage: PosixStorage, header: bytes, data: bytes, size: int | None = None) -> PartRecord:

@@ -65,10 +65,10 @@ def is_direct(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-def written(fd: int, size: int) -> bytes:
+def written(fd: int, size: int, expected: int = 0) -> bytes:
     """A file of so many bytes that was finished; what it should hold."""
     whole = np.random.default_rng(size).bytes(size)
-    file = DirectFile(fd)
+    file = DirectFile(fd, expected)
     try:
         file.write([memoryview(whole)])
         file.finish()
@@ -94,12 +94,11 @@ def test_all_bytes_arrive_in_order(new_directory: Callable[[], Path], sizes: lis
         assert file.size == len(whole)
         file.finish()
         file.close()
-        assert not is_direct(opened.fileno())
     assert path.read_bytes() == whole
 
 
-def test_whole_buffers_go_around_the_cache(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each from aligned memory to an aligned place; what is behind them is an ordinary write."""
+def test_all_of_it_goes_around_the_cache(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write from aligned memory to an aligned place; what is behind the last byte is cut off."""
     fd = os.open(on_disk / "file", os.O_RDWR | os.O_CREAT)
     seen: list[tuple[int, int, bool, int]] = []
     real = os.pwritev
@@ -111,16 +110,34 @@ def test_whole_buffers_go_around_the_cache(on_disk: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pwritev", write)
     whole = written(fd, 20 * PAGE + 7)
-    assert sorted(seen) == [*((at * PAGE, PAGE, True, 0) for at in range(20)), (20 * PAGE, 7, False, 0)]
+    assert sorted(seen) == [(at * PAGE, PAGE, True, 0) for at in range(21)]
     assert cached_share(fd, 20 * PAGE) == 0
     os.close(fd)
     assert (on_disk / "file").read_bytes() == whole
 
 
-def test_a_file_of_less_than_a_buffer_needs_no_thread(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an ordinary write."""
-    monkeypatch.setattr(direct_io, "set_direct", None)
-    assert written(fd, PAGE - 1) == (tmp_path / "file").read_bytes()
+@pytest.mark.parametrize("expected", [0, 1, 7 * PAGE, 9 * PAGE + 5, 1000 * PAGE])
+def test_the_place_on_the_disk_is_taken_before(fd: int, monkeypatch: pytest.MonkeyPatch, expected: int) -> None:
+    """As many bytes as are expected; the file has as many as were written."""
+    real, taken = direct_io._fallocate, list[tuple[int, ...]]()
+
+    def take(*given: int) -> int:
+        taken.append((*given[1:], os.fstat(fd).st_size))
+        return int(real(*given)) if real is not None else -1
+
+    monkeypatch.setattr(direct_io, "_fallocate", take)
+    whole = written(fd, 9 * PAGE + 5, expected)
+    assert taken == ([(0, 0, expected, 0)] if expected else [])
+    assert os.pread(fd, 2000 * PAGE, 0) == whole
+
+
+@pytest.mark.parametrize("take", [None, lambda *_: -1])
+def test_a_place_that_cannot_be_taken_before_is_taken_by_the_writes(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Any
+) -> None:
+    """A file system without such a call, or a disk that is full: the writes tell which."""
+    monkeypatch.setattr(direct_io, "_fallocate", take)
+    assert written(fd, 9 * PAGE + 5, 9 * PAGE + 5) == (tmp_path / "file").read_bytes()
 
 
 @pytest.mark.parametrize("most", [1, 1000, 2048, PAGE - 1])
