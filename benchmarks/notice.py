@@ -172,18 +172,27 @@ class FirstByte:
             at += self._EVENT.size
             name = events[at : at + length].rstrip(b"\0").decode()
             at += length
-            if mask & self._MODIFY and PART.match(name):
+            if mask & self._MODIFY and PART.match(name) and _has_data(self._places[watch] / name):
                 return True
             if mask & (self._CREATE | self._MOVED_TO) and CKPT.fullmatch(name):
                 place = self._places[watch] / name
                 self._watch(place)
                 # Before the directory was watched it may have been written already.
-                if any(PART.match(file.name) and file.stat().st_size for file in place.iterdir()):
+                if any(PART.match(file.name) and _has_data(file) for file in place.iterdir()):
                     return True
         return False
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _has_data(file: Path) -> bool:
+    """Whether anything was written, and not only the place for it taken."""
+    try:
+        with file.open("rb") as opened:
+            return os.lseek(opened.fileno(), 0, os.SEEK_DATA) >= 0
+    except OSError:  # a hole only, or it has another name by now
+        return False
 
 
 def handle(job: dict[str, Any]) -> dict[str, Any]:

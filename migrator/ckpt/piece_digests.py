@@ -27,6 +27,8 @@ from migrator.ckpt import digests
 from migrator.ckpt.tensor_file import Layout, Place, is_plain, memory, on_cpu
 from migrator.errors import SaveFailed
 
+FIRST = 4 << 20
+"""Bytes that the first call writes at least, so that the disk begins early."""
 GROUP = 16 << 20
 """Bytes that one call writes at least, if there are so many."""
 COPIES = 64 << 20
@@ -220,11 +222,11 @@ class PieceDigests:
         with self._cond:
             while True:
                 self._check()
-                size, end = 0, self._taken
-                while end < len(self._known) and size < GROUP:
+                size, end, enough = 0, self._taken, _group(self._taken)
+                while end < len(self._known) and size < enough:
                     size += self._pieces[end].end - self._pieces[end].start
                     end += 1
-                if size >= GROUP or end == len(self._pieces) or (end > self._taken and self._is_short_of_room):
+                if size >= enough or end == len(self._pieces) or (end > self._taken and self._is_short_of_room):
                     return end
                 self._wait_for_thread()
 
@@ -249,7 +251,7 @@ class PieceDigests:
                 self._cond.notify_all()
 
     def _first(self) -> None:
-        stream, fresh = _Stream(), 0
+        stream, told, fresh = _Stream(), 0, 0
         for i, piece in enumerate(self._pieces):
             if self._is_over:
                 return
@@ -263,8 +265,8 @@ class PieceDigests:
                 self._behind[i] = stream.copy()
             self._known.append(found)
             fresh += piece.end - piece.start
-            if fresh >= GROUP or i + 1 == len(self._pieces):
-                fresh = 0
+            if fresh >= _group(told) or i + 1 == len(self._pieces):
+                told, fresh = i + 1, 0
                 self._tell()
         if self._still.names:
             self._still.at_the_moment()
@@ -357,6 +359,11 @@ class PieceDigests:
                 f"and is {live.dtype} of shape {tuple(live.shape)} now; the attempt is of no use"
             )
         return live
+
+
+def _group(begin: int) -> int:
+    """Bytes of the group that begins with this piece."""
+    return GROUP if begin else min(FIRST, GROUP)
 
 
 def fetched(source: Any) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from migrator.save.reply import Pod
 from migrator.save.results import GivenUp, Missed, NothingToSave, Postponed, Saved, failed_text
 from migrator.save.solo import Solo
 from migrator.save.strategy import SaverTools, Strategy
+from migrator.save.switch_interval import SwitchInterval
 from migrator.save.tickets import Ticket
 from migrator.settings import Settings
 
@@ -36,7 +36,11 @@ _RETRY_S = 0.25
 _RETRY_AT_MOST_S = 4.0
 """Maximum time in seconds between two of these tries."""
 _SWITCH_S = 0.0005
-"""The interpreter's switch interval in seconds while this thread works: a training thread that is busy gives way."""
+"""The switch interval in seconds while this thread works, so that a busy training thread gives way."""
+_LEAVING_SWITCH_S = 0.00005
+"""The same from a notice on. Nothing that the training thread still does is needed."""
+_WITH_OPTIMIZER = 3
+"""A state has about so many times the bytes of its parameters, once Adam has made its own."""
 _WHY_AT_MOST = 900
 """Characters of a reason that hook and kubelet get: what follows it has to fit as well. The log has all of it."""
 
@@ -85,6 +89,7 @@ class Saver(threading.Thread):
         self._mark = LeavingMarkKeeper(tools.context, tools.leaving)
         self._strategy = strategy
         self._explain_nothing = explain_nothing
+        self._switch_interval = SwitchInterval()
         self._is_closed = False
         self._has_ended = False
         self._has_nothing = False
@@ -136,6 +141,7 @@ class Saver(threading.Thread):
             if self._has_ended:
                 return  # the script is over, and so is saving
             is_first = self._leaving.begin(notice)
+        self._switch_interval.shorten(_LEAVING_SWITCH_S)
         self._leaving.hear(notice)
         self._strategy.pass_on(notice)
         if not is_first:
@@ -159,6 +165,8 @@ class Saver(threading.Thread):
     # The thread.
 
     def run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the script is still adding modules
+            self._context.storage.expect(_WITH_OPTIMIZER * self._context.capturer.size())
         while True:
             with self._cond:
                 while not (self._leaving.notice or self._is_closed or self._is_due()):
@@ -185,13 +193,13 @@ class Saver(threading.Thread):
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         self.is_busy = True
-        interval_s = sys.getswitchinterval()
-        # A busy training thread gives the interpreter lock back sooner.
-        sys.setswitchinterval(min(interval_s, _SWITCH_S))
+        is_leaving = self._leaving.notice is not None
+        self._switch_interval.shorten(_LEAVING_SWITCH_S if is_leaving else _SWITCH_S)
         try:
             yield
         finally:
-            sys.setswitchinterval(interval_s)
+            if is_leaving or self._leaving.notice is None:  # not behind a periodic save in which a notice came
+                self._switch_interval.restore()
             self.is_busy = False
 
     # Save and go on.

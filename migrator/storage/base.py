@@ -143,6 +143,9 @@ class Storage(ABC):
     def now(self) -> float:
         """The storage's clock, which gives the times of `modified`. It may differ from this node's."""
 
+    def expect(self, size: int) -> None:  # noqa: B027 - most have nothing to prepare
+        """Uploads of about so many bytes will come: prepare now what the first one would otherwise wait for."""
+
     def hurry(self) -> None:  # noqa: B027 - a volume has no timeouts of ours
         """The pod must leave: from now on give up a request that hangs early enough to make it again."""
 

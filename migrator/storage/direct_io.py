@@ -178,6 +178,14 @@ _fallocate = _fallocate_of_libc() if ctypes.sizeof(ctypes.c_long) == 8 else None
 """Not where an offset may have 32 bits."""
 
 
+def touch_memory() -> None:
+    """Have the memory of one file's buffers ready. A virtual machine may have to get it from its host first."""
+    with suppress(OSError, MemoryError):
+        memory = _borrowed()
+        _array(memory)[:] = 0
+        _returned(memory)
+
+
 class DirectFile:
     """A file that is written from front to back. `close()` has to be called before its descriptor is closed."""
 

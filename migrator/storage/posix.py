@@ -35,6 +35,7 @@ from migrator.errors import (
     StorageReadOnlyError,
     StorageTransientError,
 )
+from migrator.storage import direct_io
 from migrator.storage import posix_calls as calls
 from migrator.storage.base import SMALL, Reader, Storage, Upload, check_job, check_name, probe
 from migrator.storage.direct_io import BUFFER, DirectReader, cached_share
@@ -197,6 +198,10 @@ class PosixStorage(Storage):
         with as_storage_error("make the directory", target.parent):
             calls.make_directory(target.parent)
         return PosixUpload(target, self._bypass, self._sync, size)
+
+    def expect(self, size: int) -> None:
+        if goes_direct(self._bypass, size):
+            direct_io.touch_memory()
 
     def list(self, directory: str = "") -> builtins.list[str]:
         return [name for name in self._names(directory) if not name.startswith(calls.HIDDEN)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,11 +51,11 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def last_save(strategy: Strategy, *, left_s: float = 30.0) -> Outcome:
+def saver(strategy: Strategy, **leaving: Any) -> Saver:
     ckpts = SimpleNamespace(newest=None, name_of_newest="none", look_for_later=lambda saved: None)
     shared: Any = SimpleNamespace(
         context=None,
-        leaving=SimpleNamespace(left_s=left_s),
+        leaving=SimpleNamespace(**leaving),
         cond=None,
         schedule=None,
         ckpts=ckpts,
@@ -61,8 +63,11 @@ def last_save(strategy: Strategy, *, left_s: float = 30.0) -> Outcome:
         attempts=SimpleNamespace(end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
     )
-    saver = Saver(shared, strategy, lambda: NOTHING)  # type: ignore[arg-type]
-    return saver._last_save()
+    return Saver(shared, strategy, lambda: NOTHING)  # type: ignore[arg-type]
+
+
+def last_save(strategy: Strategy, *, left_s: float = 30.0) -> Outcome:
+    return saver(strategy, left_s=left_s)._last_save()
 
 
 def test_the_errors_of_these_tests_are_of_both_kinds() -> None:
@@ -145,3 +150,41 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
     assert ends == [(SAVED, None)]
     assert "storage_warning" in caplog.text
     assert "a bug behind the commit" in caplog.text
+
+
+@pytest.fixture
+def usual_s() -> Iterator[float]:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)  # read back as it was set
+    yield sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.parametrize(("notice", "at_most_s"), [(None, 0.0006), ("it must leave", 0.00006)])
+def test_a_busy_thread_gives_way_while_a_save_works(usual_s: float, notice: str | None, at_most_s: float) -> None:
+    """And behind it everything is as before, also if the script has set another interval meanwhile."""
+    works = saver(Strategy(), notice=notice)
+    for before_s in (usual_s, 0.002):
+        sys.setswitchinterval(before_s)
+        with works._working():
+            assert sys.getswitchinterval() < at_most_s
+        assert sys.getswitchinterval() == pytest.approx(before_s)
+
+
+def test_a_script_that_switches_sooner_may_do_so(usual_s: float) -> None:
+    """It is only ever made shorter."""
+    sys.setswitchinterval(0.00001)
+    with saver(Strategy(), notice=None)._working():
+        assert sys.getswitchinterval() == pytest.approx(0.00001)
+
+
+def test_a_notice_in_the_midst_of_a_save_is_not_slowed_down_by_its_end(usual_s: float) -> None:
+    """What follows is the last save, which ends the hurry."""
+    works = saver(Strategy(), notice=None)
+    with works._working():
+        works._leaving.notice = "it must leave"  # type: ignore[assignment]
+        works._switch_interval.shorten(engine._LEAVING_SWITCH_S)
+    assert sys.getswitchinterval() < 0.00006
+    with works._working():
+        pass
+    assert sys.getswitchinterval() == usual_s

@@ -296,6 +296,31 @@ def test_memory_is_used_again_when_nobody_uses_it(fd: int, tmp_path: Path) -> No
     assert len(direct_io._idle) == 1
 
 
+@pytest.mark.parametrize(("size", "is_touched"), [(page_cache.DIRECT_FROM - 1, False), (page_cache.DIRECT_FROM, True)])
+def test_memory_is_ready_before_the_first_large_file(on_disk: Path, size: int, is_touched: bool) -> None:
+    """A small state needs none, and a directory that cannot be written around the cache neither."""
+    storage = PosixStorage(on_disk, "job")
+    storage.check()
+    direct_io._idle.clear()
+    storage.expect(size)
+    assert [len(memory) for memory in direct_io._idle] == [direct_io.BUFFERS * direct_io.BUFFER] * is_touched
+    storage._bypass = Bypass(Way.DONTCACHE)
+    direct_io._idle.clear()
+    storage.expect(size)
+    assert direct_io._idle == []
+
+
+def test_memory_that_there_is_not_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that needs it will be written by another way."""
+    direct_io._idle.clear()
+
+    def none(size: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(direct_io, "_memory", none)
+    direct_io.touch_memory()
+
+
 def test_a_closed_file_is_closed(fd: int) -> None:
     """Its memory and the number of its descriptor may be another one's."""
     file = DirectFile(fd)
