@@ -11,6 +11,7 @@ from migrator.leaving.leaving import Leaving
 from migrator.loop.gate import Phase
 from migrator.save.attempt import SMALL_BYTES, Attempt
 from migrator.save.context import SaveContext
+from migrator.save.pace import Pace
 from migrator.save.progress import ForHook, Progress
 from migrator.save.results import GivenUp
 from migrator.save.speed import Speed
@@ -45,9 +46,11 @@ class AttemptFactory:
         self._intervals_s: deque[float] = deque(maxlen=INTERVALS)
         """Seconds between safe points, the last ones."""
         self._stepped_s: float | None = None
+        self._pace = Pace()
 
     def prepare(self) -> None:
-        """Take the memory for copies before the loop stands at the gate, unless it will not, or not for long."""
+        """Before a save that goes on: take the memory for copies, unless the loop will not wait at the gate, or not long."""
+        self._pace.begin(counts=not self._context.gate.loop_waits)
         capture = self._context.gate.capture
         if capture is None:
             return
@@ -62,6 +65,7 @@ class AttemptFactory:
 
     def at_step(self) -> None:
         """A safe point was reached."""
+        self._pace.at_step()
         now_s = time.monotonic()
         if self._stepped_s is not None:
             self._intervals_s.append(now_s - self._stepped_s)
@@ -79,8 +83,10 @@ class AttemptFactory:
             if self._on_advance is not None:
                 self._on_advance()
             progress(done, total)
-            if not is_leaving and self._leaving.notice is not None:
-                self._weigh(done, total, capture.step)
+            if not is_leaving:
+                self._pace.pause(lambda: self._leaving.notice is not None or self._context.gate.someone_waits)
+                if self._leaving.notice is not None:
+                    self._weigh(done, total, capture.step)
 
         return Attempt(
             self._context, capture, staging=self._staging, may_open=not is_leaving, on_block=on_block, members=members
@@ -88,6 +94,7 @@ class AttemptFactory:
 
     def end(self) -> None:
         """The save is over, for better or worse."""
+        self._pace.end()
         self._progress.close()
         self._staging.free()
 

@@ -39,8 +39,6 @@ _SWITCH_S = 0.0005
 """The switch interval in seconds while this thread works, so that a busy training thread gives way."""
 _LEAVING_SWITCH_S = 0.00005
 """The same from a notice on. Nothing that the training thread still does is needed."""
-_WITH_OPTIMIZER = 3
-"""A state has about so many times the bytes of its parameters, once Adam has made its own."""
 _WHY_AT_MOST = 900
 """Characters of a reason that hook and kubelet get: what follows it has to fit as well. The log has all of it."""
 
@@ -90,6 +88,7 @@ class Saver(threading.Thread):
         self._strategy = strategy
         self._explain_nothing = explain_nothing
         self._switch_interval = SwitchInterval()
+        self._is_prepared = False
         self._is_closed = False
         self._has_ended = False
         self._has_nothing = False
@@ -131,6 +130,9 @@ class Saver(threading.Thread):
     def at_step(self, step: int) -> None:
         """A safe point was reached; if a periodic save is due at the next one, get ready for it."""
         self._attempts.at_step()
+        if self._is_unprepared:
+            with self._cond:
+                self._cond.notify_all()
         self._strategy.at_step(step, is_next_due=self._schedule.is_due_at(step + 1))
 
     def tell(self, notice: Notice) -> None:
@@ -165,11 +167,9 @@ class Saver(threading.Thread):
     # The thread.
 
     def run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the script is still adding modules
-            self._context.storage.expect(_WITH_OPTIMIZER * self._context.capturer.size())
         while True:
             with self._cond:
-                while not (self._leaving.notice or self._is_closed or self._is_due()):
+                while not (self._leaving.notice or self._is_closed or self._is_due() or self._is_unprepared):
                     self._cond.wait(self._schedule.wait_s(has_trained=self._has_trained))
                 if self._is_closed and not self._leaving.notice and not self._strategy.is_asked:
                     self._has_ended = True
@@ -180,11 +180,25 @@ class Saver(threading.Thread):
                     self._reply.answer_again()  # one may have come since the answer was written
                 self._leaving.see_off()
                 return
+            if self._is_unprepared:
+                self._prepare()
+                continue
             with self._working():
                 self._save_and_go_on()
 
     def _is_due(self) -> bool:
         return self._strategy.is_wanted or (self._schedule.is_time() and self._has_trained)
+
+    @property
+    def _is_unprepared(self) -> bool:
+        return not self._is_prepared and self._context.gate.capture is not None
+
+    def _prepare(self) -> None:
+        """Once, when the script trains: before, its optimizer has no state."""
+        self._is_prepared = True
+        capture = self._context.gate.capture
+        if capture is not None:
+            self._context.storage.expect(sum(tensor.nbytes for tensor in self._context.capturer.live(capture)))
 
     @property
     def _has_trained(self) -> bool:

@@ -129,10 +129,6 @@ class Capturer:
         missing = frozenset(restless) if full else frozenset(self._deferred | restless)
         return Capture(step, random, values, marks, loop, missing, turn=turn)
 
-    def size(self) -> int:
-        """Bytes of all registered tensors, except module buffers and what an optimizer holds."""
-        return sum(tensor.nbytes for _, adapter in self._registry for tensor in _tensors(adapter.target))
-
     def contents(self) -> dict[str, Contents]:
         """The present contents of all registered tensors, except module buffers, which a forward pass may change as
         well."""

@@ -180,6 +180,8 @@ _fallocate = _fallocate_of_libc() if ctypes.sizeof(ctypes.c_long) == 8 else None
 
 def touch_memory() -> None:
     """Have the memory of one file's buffers ready. A virtual machine may have to get it from its host first."""
+    if _idle:
+        return
     with suppress(OSError, MemoryError):
         memory = _borrowed()
         _array(memory)[:] = 0
