@@ -49,7 +49,7 @@ class AttemptFactory:
         self._pace = Pace()
 
     def prepare(self) -> None:
-        """Before a save that goes on: take the memory for copies, unless the loop will not wait at the gate, or not long."""
+        """A save that goes on begins: take the memory for copies, unless the loop will not wait, or not for long."""
         self._pace.begin(counts=not self._context.gate.loop_waits)
         capture = self._context.gate.capture
         if capture is None:
