@@ -252,6 +252,8 @@ class _Encoder:
         # Before int, float, str and bytes: np.float64 is a float, np.str_ is a str.
         if isinstance(value, np.generic):
             name = _numpy_dtype_name(array := np.asarray(value), path)
+            if array.dtype.kind in "SU" and array[()] != value:
+                raise _refused(path, value, "It ends with a NUL, which numpy drops. Store it as plain str or bytes.")
             return {"!": "scalar", "dtype": name, "v": self._text(array.tobytes())}
         if isinstance(value, (int, float, str, bytes)):
             return self._plain(value)
@@ -280,7 +282,8 @@ class _Encoder:
                 return float(value)
             return {"!": "float", "v": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
         # Python refuses decimal integers of more than 4300 digits; hexadecimal has no limit.
-        return int(value) if -_LONG < value < _LONG else {"!": "int", "v": f"{int(value):x}"}
+        value = int(value)
+        return value if -_LONG < value < _LONG else {"!": "int", "v": f"{value:x}"}
 
     def _container(self, value: Any, path: str) -> Any:
         with self._entered(value, path):
@@ -300,7 +303,7 @@ class _Encoder:
         raise _refused(path, value, advice)
 
     def _each(self, values: Sequence[Any], path: str) -> list[Any]:
-        if set(map(type, values)) == _ONLY_INTEGERS and min(values) > -_LONG and max(values) < _LONG:
+        if values and all(type(item) is int for item in values) and min(values) > -_LONG and max(values) < _LONG:
             # Shapes, and the 625 of Python's random state.
             self.size += len(values)
             return list(values)
@@ -439,7 +442,6 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
     raise RegistrationError(f"{path}: this tensor {found}, which a ckpt cannot hold. {advice}")
 
 
-_ONLY_INTEGERS = {int}
 _LONG = 1 << 64
 """The limit of the integers that are written in decimal."""
 _PLAIN_DISPATCH = (torch.Tensor.__torch_dispatch__, torch.nn.Parameter.__torch_dispatch__)

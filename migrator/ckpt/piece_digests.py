@@ -82,6 +82,8 @@ def _pieces(layout: Layout) -> list[_Piece]:
         at = begin
         while at < end:
             stop = min(end, (at // digests.BLOCK + 1) * digests.BLOCK)
+            if at < FIRST < stop:
+                stop = FIRST  # the first write waits for the first group alone
             found.append(_Piece(place, at - begin, stop - begin, at // digests.BLOCK))
             at = stop
     return found

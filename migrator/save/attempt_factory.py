@@ -46,11 +46,10 @@ class AttemptFactory:
         self._intervals_s: deque[float] = deque(maxlen=INTERVALS)
         """Seconds between safe points, the last ones."""
         self._stepped_s: float | None = None
-        self._pace = Pace()
+        self.pace = Pace()
 
     def prepare(self) -> None:
-        """A save that goes on begins: take the memory for copies, unless the loop will not wait, or not for long."""
-        self._pace.begin(counts=not self._context.gate.loop_waits)
+        """Before a save that goes on: take the memory for copies, unless none will be made."""
         capture = self._context.gate.capture
         if capture is None:
             return
@@ -65,14 +64,22 @@ class AttemptFactory:
 
     def at_step(self) -> None:
         """A safe point was reached."""
-        self._pace.at_step()
+        self.pace.at_step()
         now_s = time.monotonic()
         if self._stepped_s is not None:
             self._intervals_s.append(now_s - self._stepped_s)
         self._stepped_s = now_s
 
-    def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
-        """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""
+    def make(
+        self,
+        capture: Capture,
+        *,
+        is_leaving: bool,
+        members: tuple[int, ...] = (0,),
+        is_urgent: Callable[[], bool] = lambda: True,
+    ) -> Attempt:
+        """`is_leaving`: the loop is not to go on, and nothing newer will be saved. `is_urgent` tells between two writes
+        whether somebody waits for this save. If not, it may pause."""
         notice = self._leaving.notice
         self._progress.close()
         grace_end_s = notice.deadline_s if is_leaving and notice is not None else None
@@ -83,18 +90,19 @@ class AttemptFactory:
             if self._on_advance is not None:
                 self._on_advance()
             progress(done, total)
-            if not is_leaving:
-                self._pace.pause(lambda: self._leaving.notice is not None or self._context.gate.someone_waits)
-                if self._leaving.notice is not None:
-                    self._weigh(done, total, capture.step)
+            if attempt.is_apart and done < total:
+                self.pace.pause(lambda: self._leaving.notice is not None or is_urgent())
+            if not is_leaving and self._leaving.notice is not None:
+                self._weigh(done, total, capture.step)
 
-        return Attempt(
+        self.pace.attempt()
+        attempt = Attempt(
             self._context, capture, staging=self._staging, may_open=not is_leaving, on_block=on_block, members=members
         )
+        return attempt
 
     def end(self) -> None:
         """The save is over, for better or worse."""
-        self._pace.end()
         self._progress.close()
         self._staging.free()
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from migrator.errors import StorageError
 from migrator.events import log
@@ -38,7 +39,7 @@ _RETRY_AT_MOST_S = 4.0
 _SWITCH_S = 0.0005
 """The switch interval in seconds while this thread works, so that a busy training thread gives way."""
 _LEAVING_SWITCH_S = 0.00005
-"""The same from a notice on. Nothing that the training thread still does is needed."""
+"""The same from a notice on: at most one step is still waited for, and the saving thread needs little of the lock."""
 _WHY_AT_MOST = 900
 """Characters of a reason that hook and kubelet get: what follows it has to fit as well. The log has all of it."""
 
@@ -191,14 +192,17 @@ class Saver(threading.Thread):
 
     @property
     def _is_unprepared(self) -> bool:
-        return not self._is_prepared and self._context.gate.capture is not None
+        return not self._is_prepared and self._context.gate.capture is not None and self._has_trained
 
     def _prepare(self) -> None:
-        """Once, when the script trains: before, its optimizer has no state."""
+        """Once, behind the first step. Before it an optimizer has no state, so nobody knows what a save will write."""
         self._is_prepared = True
         capture = self._context.gate.capture
-        if capture is not None:
-            self._context.storage.expect(sum(tensor.nbytes for tensor in self._context.capturer.live(capture)))
+        try:
+            if capture is not None and self._context.writes:
+                self._context.storage.expect(sum(tensor.nbytes for tensor in self._context.capturer.live(capture)))
+        except Exception as error:  # the first save takes longer, and nothing else
+            log("storage_warning", level=logging.WARNING, why=failed_text(error))
 
     @property
     def _has_trained(self) -> bool:
@@ -212,7 +216,8 @@ class Saver(threading.Thread):
         try:
             yield
         finally:
-            if is_leaving or self._leaving.notice is None:  # not behind a periodic save in which a notice came
+            a_notice_came_meanwhile = self._leaving.notice is not None and not is_leaving
+            if not a_notice_came_meanwhile:
                 self._switch_interval.restore()
             self.is_busy = False
 
@@ -245,8 +250,9 @@ class Saver(threading.Thread):
     def _follow_up(self, saved: Saved) -> None:
         """After a commit. Whatever goes wrong here, the ckpt is safe, and the script is told so."""
         try:
-            self._speed.note(saved)
-            self._speed.warn_if_too_long(saved)
+            hurried = replace(saved, took_s=saved.took_s - self._attempts.pace.paused_s)
+            self._speed.note(hurried)
+            self._speed.warn_if_too_long(hurried)
             if self._context.rank == 0:
                 self._ckpts.look_for_later(saved)
         except Exception as error:

@@ -24,7 +24,11 @@ from migrator.ckpt.manifest import Manifest, objects_from
 from migrator.errors import CkptCorrupt, CkptMismatch
 from migrator.events import log
 from migrator.state import random_state
+from migrator.state.adapters.base import Adapter
+from migrator.state.adapters.containers import Container, TensorOrArray
+from migrator.state.adapters.module import Module
 from migrator.state.adapters.random_generators import check_positions, set_state
+from migrator.state.held import Held, Spans, is_apart, is_same, span_of
 from migrator.state.registry import Registry
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -70,11 +74,42 @@ class RestorePlan:
         kinds = {key: entry["kind"] for key, entry in entries.items()}
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
         self._homes: dict[str, Tensor] = {}
-        for key, adapter in registry:
-            for stored, tensor in adapter.homes(self._values[key]).items():
-                self._homes.setdefault(stored, tensor.detach())
+        self._copied: set[str] = set()
+        """Those of which a safe point has a copy."""
+        self._shared: list[tuple[str, str]] = []
+        """Tensors of modules for which there is one place here, which may be right: names in the ckpt."""
+        self._find_homes(where or manifest.ckpt)
         missing = manifest.extra.get("missing")
         self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
+
+    def _find_homes(self, ckpt: str) -> None:
+        """No two of them share memory. What cannot be replaced by something else comes first."""
+        spans = Spans()
+        for key, adapter in sorted(self._registry, key=lambda entry: not isinstance(entry[1], (Module, TensorOrArray))):
+            for stored, tensor in adapter.homes(self._values[key]).items():
+                if stored in self._homes:
+                    continue
+                others = spans.within(span_of(tensor))
+                if not others:
+                    self._homes[stored] = tensor.detach()
+                    if not _is_read_live(adapter, tensor):
+                        self._copied.add(stored)
+                    spans.add(span_of(tensor), (stored, key, tensor))
+                elif isinstance(adapter, (Module, TensorOrArray)):
+                    for name, owner, other in others:
+                        if not isinstance(self._registry[owner], (Module, TensorOrArray)):
+                            continue
+                        if (
+                            _is_read_live(adapter, tensor)
+                            and _is_read_live(self._registry[owner], other)
+                            and is_apart(tensor, other)
+                        ):
+                            raise CkptMismatch(
+                                f"the ckpt {ckpt} holds {name} and {stored} as two tensors, and here they are one. "
+                                "Make them two before load_ckpt(), as the script had done when it was saved, or start "
+                                "without the ckpt: MIGRATOR_RESUME=never."
+                            )
+                        self._shared.append((name, stored))
 
     def homes(self) -> dict[str, Tensor]:
         """By name: the tensor of this process that a stored one is read into."""
@@ -92,9 +127,14 @@ class RestorePlan:
             if kind.may_lack:
                 self._registry.storable.remember(key, self._trees[key])
         filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
-        for key, kind in self._registry:
+        self._check_shared(read)
+        held = self._held(read, filled)
+        for key, kind in sorted(self._registry, key=lambda entry: isinstance(entry[1], Container)):
             try:
-                kind.restore(filled[key])
+                if isinstance(kind, Container):
+                    kind.restore_beside(filled[key], held)
+                else:
+                    kind.restore(filled[key])
             except Exception as error:  # the script's own load_state_dict() may raise anything
                 raise CkptMismatch(
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
@@ -104,6 +144,25 @@ class RestorePlan:
             names = ",".join(sorted(self._registry.own))
             log("own_of_another_rank", level=logging.WARNING, ckpt=name, objects=names)
         return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
+
+    def _check_shared(self, read: dict[str, Tensor]) -> None:
+        for one, other in self._shared:
+            if one in read and other in read and not is_same(read[one], read[other]):
+                raise CkptMismatch(
+                    f"the ckpt {self._manifest.ckpt} holds other values in {one} than in {other}, and here they share "
+                    "their memory. Make them two before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
+                )
+
+    def _held(self, read: dict[str, Tensor], filled: dict[str, Any]) -> Held:
+        """What has its place: everything that was read into one, and what is registered itself."""
+        held = Held()
+        for stored, home in self._homes.items():
+            if stored in read:
+                held.note(home, read[stored], is_read_live=stored not in self._copied)
+        for key, kind in self._registry:
+            if isinstance(kind, (Container, TensorOrArray)):
+                held.note(kind.target, filled[key])
+        return held
 
     def _random(self, tensors: _Tensors) -> dict[str, Any]:
         """This rank's random states. If the ckpt has none for it, they are derived from those of another rank."""
@@ -121,6 +180,11 @@ class RestorePlan:
             return dict(states[own])
         log("random_derived", level=logging.WARNING, ckpt=self._manifest.ckpt, other=other)
         return random_state.derived(states[other], self._rank)
+
+
+def _is_read_live(adapter: Adapter, tensor: Tensor) -> bool:
+    """Whether a save reads this place itself. Only then it sees that another place is the same."""
+    return not isinstance(adapter, Module) or isinstance(tensor, torch.nn.Parameter)
 
 
 def _own(manifest: Manifest, rank: int) -> dict[str, Any]:

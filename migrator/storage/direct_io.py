@@ -5,9 +5,9 @@ begin and to end at a page, and tensors do not. So the bytes are copied by way o
 the kernel's copy: the same few buffers are used again and again, where the page cache takes fresh memory for each page,
 which a virtual machine may have to get from its host first.
 
-A writer's threads give buffers to the disk while the next ones are filled. The place on the disk is taken before the
-first write: a file that grows with each write takes longer. The last page is written whole, and the file cut behind its
-last byte. A reader has no threads of its own: it is called by several.
+A writer's threads give buffers to the disk while the next ones are filled. Space is reserved ahead of them: a file that
+grows with each write takes longer. The last page is written whole, and the file cut behind its last byte. A reader has
+no threads of its own: it is called by several.
 
 The price: the memory of the buffers, which is kept for the next file, and threads while one is written.
 """
@@ -36,6 +36,8 @@ BUFFER = 4 << 20
 BUFFERS = 6
 THREADS = 3
 """Writes that are under way at a time."""
+RESERVED = 1 << 30
+"""Bytes for which space is reserved at a time: a process that is killed leaves them behind, until they are swept."""
 PAGE = 4096
 """What memory, offsets and sizes have to be multiples of: disks have blocks of 512 or 4096 bytes."""
 HUGE_PAGE = 2 << 20
@@ -195,6 +197,8 @@ class DirectFile:
         """`expected`: about how many bytes will be written."""
         self._fd = fd
         self._expected = expected
+        self._reserved = 0
+        """Bytes for which space was reserved."""
         self.size = 0
         self._buffer: memoryview | None = None
         """The buffer that is being filled: with the bytes from the last multiple of `BUFFER` to `size`."""
@@ -239,7 +243,7 @@ class DirectFile:
             while (self._full or self._under_way) and not self._error:
                 self._cond.wait(_TICK_S)
         self._check()
-        # Behind the last byte there may be the rest of its page, and of the place that was taken.
+        # Behind the last byte there may be the rest of its page, and of the space that was reserved.
         os.ftruncate(self._fd, self.size)
         self.close()
 
@@ -271,10 +275,10 @@ class DirectFile:
             self._is_direct = True
             with suppress(OSError):  # then through the cache
                 set_direct(self._fd, is_direct=True)
-            if _fallocate is not None and self._expected:
-                # If there is not enough room, or no such call, the writes tell.
-                _fallocate(self._fd, 0, 0, self._expected)
+            self._reserve()
             self._start()
+        elif offset >= self._reserved:
+            self._reserve()
         if not self._threads:
             try:
                 self._write_out(offset, buffer)
@@ -287,6 +291,14 @@ class DirectFile:
             self._check()
             self._full.append((offset, buffer))
             self._cond.notify_all()
+
+    def _reserve(self) -> None:
+        """Have the file system reserve space for what comes next."""
+        size = min(RESERVED, self._expected - self._reserved)
+        if _fallocate is not None and size > 0:
+            # If there is not enough, or no such call, the writes tell.
+            _fallocate(self._fd, 0, self._reserved, size)
+            self._reserved += size
 
     def _start(self) -> None:
         for _ in range(THREADS):

@@ -136,8 +136,9 @@ def _pairs(saved: Any, live: Any) -> Iterable[tuple[str, Tensor]]:
         if home is not None:
             yield saved.part.name, home
     elif isinstance(saved, dict) and isinstance(live, dict):
-        for key in saved.keys() & live.keys():
-            yield from _pairs(saved[key], live[key])
+        for key in saved:
+            if key in live:
+                yield from _pairs(saved[key], live[key])
     elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
         for one, other in zip(saved, live, strict=False):
             yield from _pairs(one, other)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from migrator.ckpt.codec import MAX_DEPTH, Stored, StoredArray
 from migrator.state.adapters.base import SCALARS, Adapter, is_large, shape_of
+from migrator.state.held import Held
 
 
 class Endless:
@@ -59,16 +60,32 @@ def _same_kind(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     return OrderedDict(items) if isinstance(like, OrderedDict) else items
 
 
-def put_back(saved: Any, live: Any) -> Any:
-    """`saved`, written into the objects of `live` where the kinds are equal, so that references stay valid."""
+def put_back(saved: Any, live: Any, held: Held | None = None) -> Any:
+    """`saved`, written into the objects of `live` where the kinds are equal, so that references stay valid.
+
+    But not into what holds something else already, by `held`.
+    """
+    if held is not None and isinstance(live, (dict, list, set, deque, Tensor, np.ndarray)):
+        is_another_s = held.is_another_s(live, saved)
+        if is_another_s is False:
+            return live
+        if is_another_s:
+            if isinstance(saved, Tensor) and isinstance(live, Tensor):
+                return saved.to(live.device)
+            return in_types_of(live, saved)
+        held.note(live, saved)
+    return _put_back(saved, live, held)
+
+
+def _put_back(saved: Any, live: Any, held: Held | None) -> Any:
     if isinstance(live, dict) and isinstance(saved, dict):
-        merged = {key: put_back(item, live.get(key)) for key, item in saved.items()}
+        merged = {key: put_back(item, live.get(key), held) for key, item in saved.items()}
         live.clear()
         live.update(merged)
         return live
     if isinstance(live, list) and isinstance(saved, list):
         room = [*live, *[None] * max(0, len(saved) - len(live))]
-        live[:] = [put_back(item, old) for item, old in zip(saved, room, strict=False)]
+        live[:] = [put_back(item, old, held) for item, old in zip(saved, room, strict=False)]
         return live
     if (isinstance(live, set) and isinstance(saved, set)) or (isinstance(live, deque) and isinstance(saved, deque)):
         live.clear()
@@ -121,7 +138,7 @@ def is_writable(tensor: Tensor) -> bool:
 
 
 class Container(Adapter):
-    """A dict, list, set or deque, restored in place."""
+    """A dict, list, set or deque, restored in place, but for what shares its memory with something else."""
 
     kind = "container"
     may_lack = True
@@ -136,7 +153,11 @@ class Container(Adapter):
         return []
 
     def restore(self, value: Any) -> None:
-        put_back(value, self.target)
+        _put_back(value, self.target, None)
+
+    def restore_beside(self, value: Any, held: Held) -> None:
+        """Behind all others."""
+        _put_back(value, self.target, held)
 
 
 class TensorOrArray(Adapter):

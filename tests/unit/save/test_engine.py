@@ -12,8 +12,10 @@ import pytest
 
 from migrator.errors import SaveFailed, StorageError, StorageReadOnlyError, StorageTransientError
 from migrator.leaving.leaving import Outcome
+from migrator.loop.gate import Phase
 from migrator.save import engine
 from migrator.save.engine import Saver
+from migrator.save.pace import Pace
 from migrator.save.results import NothingToSave, Saved
 
 SAVED = Saved("000001-000000000007", 7, 100, 0.1)
@@ -142,7 +144,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         schedule=None,
         ckpts=SimpleNamespace(newest=None, look_for_later=lambda saved: None),
         speed=SimpleNamespace(note=fails, warn_if_too_long=lambda saved: None),
-        attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None),
+        attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None, pace=Pace()),
         reply=SimpleNamespace(for_hook=None),
     )
     Saver(shared, strategy, lambda: NOTHING)._save_and_go_on()
@@ -188,3 +190,34 @@ def test_a_notice_in_the_midst_of_a_save_is_not_slowed_down_by_its_end(usual_s: 
     with works._working():
         pass
     assert sys.getswitchinterval() == usual_s
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_is_prepared_can_not_end_the_saving_thread(
+    caplog: pytest.LogCaptureFixture, fails: bool, writes: bool
+) -> None:
+    """It only makes the first save quicker. It is done once, of what is there behind the first step."""
+    expected: list[int] = []
+
+    def expect(size: int) -> None:
+        expected.append(size)
+        if fails:
+            raise ValueError("a bug")
+
+    gate = SimpleNamespace(capture=None, phase=Phase.FRESH)
+    works = saver(Strategy())
+    context: Any = SimpleNamespace(
+        gate=gate,
+        writes=writes,
+        storage=SimpleNamespace(expect=expect),
+        capturer=SimpleNamespace(live=lambda capture: [SimpleNamespace(nbytes=3), SimpleNamespace(nbytes=4)]),
+    )
+    works._context = context
+    assert not works._is_unprepared
+    gate.capture, gate.phase = object(), Phase.CLEAN
+    assert works._is_unprepared
+    works._prepare()
+    assert not works._is_unprepared
+    assert expected == [7] * writes
+    assert ("a bug" in caplog.text) is (fails and writes)

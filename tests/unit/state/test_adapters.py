@@ -878,6 +878,8 @@ def nested(depth: int) -> list[Any]:
         ({"pair": Pair(1, 2)}, "thing.pair is of type", "plain tuple or dict"),
         ({"a b": object()}, "thing['a b'] is of type object", "state_dict()"),
         ({"array": np.array([None])}, "thing.array is of type numpy.ndarray", "object"),
+        ({"text": np.bytes_(b"ab\0")}, "thing.text is of type numpy.bytes_", "ends with a NUL"),
+        ({"text": np.str_("ab\0")}, "thing.text is of type numpy.str_", "ends with a NUL"),
         ({"masked": np.ma.masked_array([1], [True])}, "thing.masked", "plain array"),
         ({"t": torch.eye(3).to_sparse()}, "thing.t: this tensor is sparse", "to_dense()"),
         ({"t": torch.empty(2, device="meta")}, "thing.t: this tensor is on the meta device", "Give it values"),

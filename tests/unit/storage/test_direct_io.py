@@ -116,23 +116,35 @@ def test_all_of_it_goes_around_the_cache(on_disk: Path, monkeypatch: pytest.Monk
     assert (on_disk / "file").read_bytes() == whole
 
 
-@pytest.mark.parametrize("expected", [0, 1, 7 * PAGE, 9 * PAGE + 5, 1000 * PAGE])
-def test_the_place_on_the_disk_is_taken_before(fd: int, monkeypatch: pytest.MonkeyPatch, expected: int) -> None:
-    """As many bytes as are expected; the file has as many as were written."""
+@pytest.mark.parametrize(
+    ("expected", "steps"),
+    [
+        (0, []),
+        (1, [(0, 1)]),
+        (7 * PAGE, [(0, 4 * PAGE), (4 * PAGE, 3 * PAGE)]),
+        (9 * PAGE + 5, [(0, 4 * PAGE), (4 * PAGE, 4 * PAGE), (8 * PAGE, PAGE + 5)]),
+        (1000 * PAGE, [(at * PAGE, 4 * PAGE) for at in (0, 4, 8)]),
+    ],
+)
+def test_space_is_reserved_before_it_is_written(
+    fd: int, monkeypatch: pytest.MonkeyPatch, expected: int, steps: list[tuple[int, int]]
+) -> None:
+    """As many bytes as are expected, but not many at a time; the file has as many as were written."""
+    monkeypatch.setattr(direct_io, "RESERVED", 4 * PAGE)
     real, taken = direct_io._fallocate, list[tuple[int, ...]]()
 
     def take(*given: int) -> int:
-        taken.append((*given[1:], os.fstat(fd).st_size))
+        taken.append(given[2:])
         return int(real(*given)) if real is not None else -1
 
     monkeypatch.setattr(direct_io, "_fallocate", take)
     whole = written(fd, 9 * PAGE + 5, expected)
-    assert taken == ([(0, 0, expected, 0)] if expected else [])
+    assert taken == steps
     assert os.pread(fd, 2000 * PAGE, 0) == whole
 
 
 @pytest.mark.parametrize("take", [None, lambda *_: -1])
-def test_a_place_that_cannot_be_taken_before_is_taken_by_the_writes(
+def test_space_that_cannot_be_reserved_is_found_by_the_writes(
     fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Any
 ) -> None:
     """A file system without such a call, or a disk that is full: the writes tell which."""
