@@ -24,11 +24,11 @@ from migrator.ckpt.manifest import Manifest, objects_from
 from migrator.errors import CkptCorrupt, CkptMismatch
 from migrator.events import log
 from migrator.state import random_state
-from migrator.state.adapters.base import Adapter
+from migrator.state.adapters.base import is_large
 from migrator.state.adapters.containers import Container, TensorOrArray
 from migrator.state.adapters.module import Module
 from migrator.state.adapters.random_generators import check_positions, set_state
-from migrator.state.held import Held, Spans, is_apart, is_same, span_of
+from migrator.state.held import Held, Spans, is_one, is_same, span_of
 from migrator.state.registry import Registry
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -75,7 +75,7 @@ class RestorePlan:
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
         self._homes: dict[str, Tensor] = {}
         self._copied: set[str] = set()
-        """Those of which a safe point has a copy."""
+        """Those of which a save writes a copy, and so does not see that another place is the same."""
         self._shared: list[tuple[str, str]] = []
         """Tensors of modules for which there is one place here, which may be right: names in the ckpt."""
         self._find_homes(where or manifest.ckpt)
@@ -84,32 +84,31 @@ class RestorePlan:
 
     def _find_homes(self, ckpt: str) -> None:
         """No two of them share memory. What cannot be replaced by something else comes first."""
-        spans = Spans()
+        spans, arrays = Spans(), _names_of_arrays(self._values)
         for key, adapter in sorted(self._registry, key=lambda entry: not isinstance(entry[1], (Module, TensorOrArray))):
             for stored, tensor in adapter.homes(self._values[key]).items():
                 if stored in self._homes:
                     continue
+                if stored in arrays or (isinstance(adapter, Module) and not isinstance(tensor, torch.nn.Parameter)):
+                    self._copied.add(stored)
                 others = spans.within(span_of(tensor))
                 if not others:
                     self._homes[stored] = tensor.detach()
-                    if not _is_read_live(adapter, tensor):
-                        self._copied.add(stored)
                     spans.add(span_of(tensor), (stored, key, tensor))
                 elif isinstance(adapter, (Module, TensorOrArray)):
                     for name, owner, other in others:
-                        if not isinstance(self._registry[owner], (Module, TensorOrArray)):
-                            continue
-                        if (
-                            _is_read_live(adapter, tensor)
-                            and _is_read_live(self._registry[owner], other)
-                            and is_apart(tensor, other)
-                        ):
-                            raise CkptMismatch(
-                                f"the ckpt {ckpt} holds {name} and {stored} as two tensors, and here they are one. "
-                                "Make them two before load_ckpt(), as the script had done when it was saved, or start "
-                                "without the ckpt: MIGRATOR_RESUME=never."
-                            )
-                        self._shared.append((name, stored))
+                        if isinstance(self._registry[owner], (Module, TensorOrArray)) and is_one(tensor, other):
+                            self._note_shared(ckpt, name, stored, tensor)
+
+    def _note_shared(self, ckpt: str, one: str, other: str, tensor: Tensor) -> None:
+        """There is one place for both."""
+        if is_large(tensor) and not {one, other} & self._copied:
+            raise CkptMismatch(
+                f"the ckpt {ckpt} holds {one} and {other} as two tensors, and here they are one. Make them two before "
+                "load_ckpt(), as the script had done when it was saved, or start without the ckpt: "
+                "MIGRATOR_RESUME=never."
+            )
+        self._shared.append((one, other))
 
     def homes(self) -> dict[str, Tensor]:
         """By name: the tensor of this process that a stored one is read into."""
@@ -158,7 +157,7 @@ class RestorePlan:
         held = Held()
         for stored, home in self._homes.items():
             if stored in read:
-                held.note(home, read[stored], is_read_live=stored not in self._copied)
+                held.note(home, read[stored], is_copied=stored in self._copied)
         for key, kind in self._registry:
             if isinstance(kind, (Container, TensorOrArray)):
                 held.note(kind.target, filled[key])
@@ -182,9 +181,12 @@ class RestorePlan:
         return random_state.derived(states[other], self._rank)
 
 
-def _is_read_live(adapter: Adapter, tensor: Tensor) -> bool:
-    """Whether a save reads this place itself. Only then it sees that another place is the same."""
-    return not isinstance(adapter, Module) or isinstance(tensor, torch.nn.Parameter)
+def _names_of_arrays(value: Any) -> set[str]:
+    """The names under which a ckpt stores numpy arrays."""
+    if isinstance(value, StoredArray):
+        return {value.part.name}
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, deque)) else ()
+    return {name for item in items for name in _names_of_arrays(item)}
 
 
 def _own(manifest: Manifest, rank: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ them. Only of a large tensor it tells: one that is in two places is stored once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from typing import Any
 
@@ -45,29 +45,37 @@ class Spans:
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._at: dict[int, list[tuple[int, Any]]] = {}
-        self._longest = 0
+        """Of groups, which do not overlap: whatever does is in one of them."""
+        self._groups: dict[int, tuple[int, list[tuple[tuple[int, int], Any]]]] = {}
+        """By its begin: the end of a group, and the spans in it."""
 
     def add(self, span: tuple[int, int], owner: Any) -> None:
         begin, end = span
         if begin >= end:
             return
-        if begin not in self._at:
-            insort(self._begins, begin)
-        self._at.setdefault(begin, []).append((end, owner))
-        self._longest = max(self._longest, end - begin)
+        inside = [(span, owner)]
+        for other in self._touched(span):
+            stop, spans = self._groups.pop(other)
+            self._begins.remove(other)
+            inside += spans
+            begin, end = min(begin, other), max(end, stop)
+        insort(self._begins, begin)
+        self._groups[begin] = (end, inside)
 
     def within(self, span: tuple[int, int]) -> list[Any]:
         """The owners of what overlaps with this."""
         begin, end = span
-        found: list[Any] = []
+        inside = [found for group in self._touched(span) for found in self._groups[group][1]]
+        return [owner for (at, stop), owner in inside if at < end and stop > begin]
+
+    def _touched(self, span: tuple[int, int]) -> list[int]:
+        begin, end = span
         if begin >= end:
-            return found
-        for at in self._begins[bisect_left(self._begins, begin - self._longest) :]:
-            if at >= end:
-                break
-            found += [owner for stop, owner in self._at[at] if stop > begin]
-        return found
+            return []
+        first = bisect_right(self._begins, begin)
+        if first and self._groups[self._begins[first - 1]][0] > begin:
+            first -= 1
+        return self._begins[first : bisect_left(self._begins, end)]
 
 
 class Held:
@@ -77,10 +85,10 @@ class Held:
         self._spans = Spans()
         self._containers: dict[int, tuple[Any, Any]] = {}
 
-    def note(self, live: Any, saved: Any, *, is_read_live: bool = True) -> None:
-        """`saved` is, or will be, in `live`. `is_read_live`: saves read it from there, and not from a copy."""
+    def note(self, live: Any, saved: Any, *, is_copied: bool = False) -> None:
+        """`saved` is, or will be, in `live`. `is_copied`: a save writes a copy of it, whatever its size."""
         if isinstance(live, (Tensor, np.ndarray)):
-            self._spans.add(span_of(live), (live, saved, is_read_live))
+            self._spans.add(span_of(live), (live, saved, is_copied))
         else:
             self._containers[id(live)] = (live, saved)
 
@@ -100,10 +108,12 @@ class Held:
         return before is not saved and not is_same(before, saved)
 
     @staticmethod
-    def _is_other(live: Any, saved: Any, other_live: Any, other_saved: Any, is_read_live: bool) -> bool:
-        if is_read_live and is_apart(live, other_live):
-            return True
-        return not is_same(other_saved if is_one(live, other_live) else live, saved)
+    def _is_other(live: Any, saved: Any, other_live: Any, other_saved: Any, is_copied: bool) -> bool:
+        if not is_one(live, other_live):
+            return not is_same(live, saved)
+        if isinstance(live, Tensor) and is_large(live) and not is_copied:
+            return True  # they were two
+        return not is_same(other_saved, saved)
 
 
 def is_one(live: Any, other: Any) -> bool:
@@ -112,11 +122,6 @@ def is_one(live: Any, other: Any) -> bool:
         return live is other
     alike = live.dtype == other.dtype and live.shape == other.shape and live.stride() == other.stride()
     return alike and span_of(live) == span_of(other)
-
-
-def is_apart(live: Any, other: Any) -> bool:
-    """Two of a ckpt have these places: whether they were two when they were saved, although they are one here."""
-    return isinstance(live, Tensor) and is_one(live, other) and is_large(live)
 
 
 def is_same(one: Any, other: Any) -> bool:

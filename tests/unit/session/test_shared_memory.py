@@ -169,6 +169,47 @@ def test_modules_that_are_tied_only_here_are_refused(volume: Volume) -> None:
     assert (values(one), values(other)) == ({"weight": 3.0, "bias": 3.0}, {"weight": 3.0, "bias": 4.0})
 
 
+def test_a_buffer_may_be_a_view_of_a_parameter(volume: Volume) -> None:
+    """Of all of it or a part."""
+
+    def life(value: float) -> nn.Module:
+        model = net(100, value)
+        model.register_buffer("turned", model.weight.detach().t())
+        model.register_buffer("part", model.weight.detach()[3:5])
+        return model
+
+    name = volume.save(model=life(1.0))
+    model = life(2.0)
+    volume.load(name, model=model)
+    assert values(model) == {"weight": 1.0, "bias": 1.0, "turned": 1.0, "part": 1.0}
+    with torch.no_grad():
+        model.weight.fill_(9.0)
+    assert values(model) == {"weight": 9.0, "bias": 1.0, "turned": 9.0, "part": 9.0}
+
+
+@pytest.mark.parametrize("how", ["registered", "in a dict", "a tensor of the array"])
+def test_an_array_may_show_a_tensor(volume: Volume, how: str) -> None:
+    """A save has a copy of each array, so the ckpt holds two of one."""
+
+    def life(value: float) -> tuple[dict[str, Any], Any]:
+        model = net(100, value)
+        array = model.weight.detach().numpy()
+        if how == "a tensor of the array":
+            array = np.full(9000, value)
+            return {"one": {"tensor": torch.from_numpy(array)}, "other": {"array": array}}, array
+        return {"model": model, "array": array if how == "registered" else {"it": array}}, array
+
+    name = volume.save(**life(1.0)[0])
+    here, array = life(2.0)
+    volume.load(name, **here)
+    array.fill(9.0)
+    found = [value for value in here.values() if not isinstance(value, nn.Module)]
+    if "model" in here:
+        found.append(here["model"].weight.detach())
+    for value in found:
+        assert values(value) in (9.0, {"it": 9.0}, {"array": 9.0}, {"tensor": 9.0})
+
+
 @pytest.mark.parametrize("features", [10, 10_000])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_modules_may_share_a_buffer(volume: Volume, features: int, is_tied: bool) -> None:
