@@ -71,10 +71,9 @@ bench-full: $(READY)  ## the tables in docs/benchmarks.md: about two hours on a 
 	$(BIN)/python benchmarks/notice.py
 	$(BIN)/python benchmarks/report.py
 
-bench-parts: $(READY)  ## parts by themselves: a restart, safe points, slowed saves, what grows, hooks, ranks
+bench-parts: $(READY)  ## parts by themselves: a restart, safe points, what grows, hooks, ranks
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/safe_point.py
-	$(BIN)/python benchmarks/pace.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/hook.py
 	$(BIN)/python benchmarks/ranks.py

@@ -89,7 +89,6 @@ EVENTS = {
     "later_life": "a later life of the job began before this ckpt was committed, and continues without it",
     "save_failed": "a save failed; the previous ckpt is unchanged",
     "save_retry": "a save failed for a reason that may be temporary; it is tried again",
-    "save_slows_steps": "periodic saves cost the loop more than 1 % of its time; the next ones write more slowly",
     "save_too_long": "a save takes at least as long as the time from SIGTERM to SIGKILL; says what to set",
     "save_late": "a requested save is made at the next safe point",
     "retired": "ckpts that are no longer kept were deleted",

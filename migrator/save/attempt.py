@@ -84,7 +84,7 @@ class Attempt:
         """Those that are read from the script's memory."""
         self._announced: dict[str, bytes | None] = {}
         """The digests of the replicated tensors, as this rank's record gives them to the other ranks."""
-        self.is_apart = False
+        self._is_apart = False
         """Nothing is read from live memory any more; the gate is open."""
         self._stood_still = False
         """The loop stood at the gate or in the safe point while its state was copied aside."""
@@ -248,7 +248,7 @@ class Attempt:
     def _write(self, name: str, keys: Iterable[str]) -> PartRecord:
         sources = {key: self._reader(key) for key in keys}
         # On a device only the marks show a change.
-        live = set() if self.is_apart else self._live & sources.keys()
+        live = set() if self._is_apart else self._live & sources.keys()
         read = (key for key in live if self._tensors[key].device.type == "cpu")
         still = StandStill(
             frozenset(read), self._reading, self._check_at_that_moment, self._proven.add, lambda: self._let_go(sources)
@@ -261,7 +261,7 @@ class Attempt:
                 after_block=self._after_block,
                 # What the script may still change must have been taken by then: the loop when it is let through, and an
                 # evaluation that the notice met, which may put other weights in for a while.
-                hold=lambda: self.is_apart or (not self._may_open and self._context.gate.someone_waits),
+                hold=lambda: self._is_apart or (not self._may_open and self._context.gate.someone_waits),
                 still=still,
                 of_tensors=bool(self._announced),
             )
@@ -280,7 +280,7 @@ class Attempt:
     def _after_block(self, done: int, total: int) -> None:
         self._on_block(done, total)
         # What is written is proven a moment later: then the loop needs no copies.
-        if self._may_open and not self.is_apart and self._context.gate.someone_waits and done < total:
+        if self._may_open and not self._is_apart and self._context.gate.someone_waits and done < total:
             self._step_apart()
 
     def _step_apart(self) -> None:
@@ -303,18 +303,18 @@ class Attempt:
         self._check_marks()
         with self._reading:
             self._tensors.update(copies)
-            self.is_apart, self._stood_still = True, stood_still
+            self._is_apart, self._stood_still = True, stood_still
         self._context.gate.open()
         log("gate_stall", level=logging.DEBUG, took_s=time.monotonic() - start_s, step=self._capture.step)
 
     def _let_go(self, keys: Iterable[str]) -> None:
         """A part is proven. If nothing else is to be read, the loop need not wait for the sync and the commit."""
         self._proven.update(keys)
-        if self._may_open and not self.is_apart and self._live <= self._proven:
+        if self._may_open and not self._is_apart and self._live <= self._proven:
             # A loop that stands still changes nothing. If it does when it is let go, that is nothing to this save.
             stood_still = self._context.gate.someone_waits
             self._check_still()
-            self.is_apart, self._stood_still = True, stood_still
+            self._is_apart, self._stood_still = True, stood_still
             self._context.gate.open()
             stalled_s = time.monotonic() - self._stalls_since_s
             if stalled_s > LONG_STALL_S:
@@ -327,7 +327,7 @@ class Attempt:
         An evaluation may have put other weights in the places of those that are written: then these stand still.
         """
         with self._reading:
-            if self.is_apart:
+            if self._is_apart:
                 return
             changed = self._context.capturer.changed(self._capture)
             if changed and not self._context.capturer.have_only_moved(self._capture, changed):
@@ -340,7 +340,7 @@ class Attempt:
 
     def _check_still(self) -> None:
         """What is in memory now is what the safe point had."""
-        if not self.is_apart:
+        if not self._is_apart:
             self._check_marks()
         changed = self._context.gate.found_changed(self._capture)
         if changed and not self._stood_still:

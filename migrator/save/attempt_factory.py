@@ -11,7 +11,6 @@ from migrator.leaving.leaving import Leaving
 from migrator.loop.gate import Phase
 from migrator.save.attempt import SMALL_BYTES, Attempt
 from migrator.save.context import SaveContext
-from migrator.save.pace import Pace
 from migrator.save.progress import ForHook, Progress
 from migrator.save.results import GivenUp
 from migrator.save.speed import Speed
@@ -46,10 +45,9 @@ class AttemptFactory:
         self._intervals_s: deque[float] = deque(maxlen=INTERVALS)
         """Seconds between safe points, the last ones."""
         self._stepped_s: float | None = None
-        self.pace = Pace()
 
     def prepare(self) -> None:
-        """Before a save that goes on: take the memory for copies, unless none will be made."""
+        """Take the memory for copies before the loop stands at the gate, unless it will not, or not for long."""
         capture = self._context.gate.capture
         if capture is None:
             return
@@ -64,22 +62,13 @@ class AttemptFactory:
 
     def at_step(self) -> None:
         """A safe point was reached."""
-        self.pace.at_step()
         now_s = time.monotonic()
         if self._stepped_s is not None:
             self._intervals_s.append(now_s - self._stepped_s)
         self._stepped_s = now_s
 
-    def make(
-        self,
-        capture: Capture,
-        *,
-        is_leaving: bool,
-        members: tuple[int, ...] = (0,),
-        is_urgent: Callable[[], bool] = lambda: True,
-    ) -> Attempt:
-        """`is_leaving`: the loop is not to go on, and nothing newer will be saved. `is_urgent` tells between two writes
-        whether somebody waits for this save. If not, it may pause."""
+    def make(self, capture: Capture, *, is_leaving: bool, members: tuple[int, ...] = (0,)) -> Attempt:
+        """`is_leaving`: the loop is not to go on, and nothing newer will be saved."""
         notice = self._leaving.notice
         self._progress.close()
         grace_end_s = notice.deadline_s if is_leaving and notice is not None else None
@@ -90,16 +79,12 @@ class AttemptFactory:
             if self._on_advance is not None:
                 self._on_advance()
             progress(done, total)
-            if attempt.is_apart and done < total:
-                self.pace.pause(lambda: self._leaving.notice is not None or is_urgent())
             if not is_leaving and self._leaving.notice is not None:
                 self._weigh(done, total, capture.step)
 
-        self.pace.attempt()
-        attempt = Attempt(
+        return Attempt(
             self._context, capture, staging=self._staging, may_open=not is_leaving, on_block=on_block, members=members
         )
-        return attempt
 
     def end(self) -> None:
         """The save is over, for better or worse."""

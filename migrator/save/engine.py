@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from migrator.errors import StorageError
 from migrator.events import log
@@ -250,9 +249,8 @@ class Saver(threading.Thread):
     def _follow_up(self, saved: Saved) -> None:
         """After a commit. Whatever goes wrong here, the ckpt is safe, and the script is told so."""
         try:
-            hurried = replace(saved, took_s=saved.took_s - self._attempts.pace.paused_s)
-            self._speed.note(hurried)
-            self._speed.warn_if_too_long(hurried)
+            self._speed.note(saved)
+            self._speed.warn_if_too_long(saved)
             if self._context.rank == 0:
                 self._ckpts.look_for_later(saved)
         except Exception as error:

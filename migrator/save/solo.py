@@ -92,14 +92,7 @@ class Solo:
         return True
 
     def save(self) -> Saved:
-        why = Why.ASKED if self._taken else Why.PERIODIC
-        self._attempts.pace.begin(is_waited_for=why is Why.ASKED)
-        saved = None
-        try:
-            saved = self._save(why)
-            return saved
-        finally:
-            self._attempts.pace.end(is_saved=saved is not None)
+        return self._save(Why.ASKED if self._taken else Why.PERIODIC)
 
     def end(self, saved: Saved | None, failure: Exception | None) -> None:
         self._schedule.begin_again()
@@ -147,8 +140,7 @@ class Solo:
                 if newest is not None:
                     log("joined", ckpt=newest.ckpt, step=capture.step)
                     return newest
-                is_urgent = (lambda: self._is_awaited) if why is Why.PERIODIC else (lambda: True)
-                return self._attempts.make(capture, is_leaving=why is Why.LEAVING, is_urgent=is_urgent).run()
+                return self._attempts.make(capture, is_leaving=why is Why.LEAVING).run()
             except Unclean as error:
                 gate.spoil(capture)
                 self._changed_objects.note(error.names, capture.step, error.why)
@@ -156,11 +148,6 @@ class Solo:
                 if why is not Why.LEAVING:
                     gate.open()
                 gate.unpin(capture)
-
-    @property
-    def _is_awaited(self) -> bool:
-        """Somebody waits for the end of a periodic save: for the next one, or for the end of the script."""
-        return bool(self._tickets) or self._is_closed or self._gate.is_closed or self._gate.loop_waits
 
     def _check_is_worth_waiting(self, why: Why) -> None:
         """There is no safe point that can be saved yet: raise if there will be none in time."""

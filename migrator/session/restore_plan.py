@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from migrator.ckpt import codec
 from migrator.ckpt.codec import Stored, StoredArray, laid_out
@@ -24,11 +24,10 @@ from migrator.ckpt.manifest import Manifest, objects_from
 from migrator.errors import CkptCorrupt, CkptMismatch
 from migrator.events import log
 from migrator.state import random_state
-from migrator.state.adapters.base import is_large
 from migrator.state.adapters.containers import Container, TensorOrArray
 from migrator.state.adapters.module import Module
 from migrator.state.adapters.random_generators import check_positions, set_state
-from migrator.state.held import Held, Spans, is_one, is_same, span_of
+from migrator.state.places import Places, is_equal, place_of, were_two
 from migrator.state.registry import Registry
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -75,40 +74,66 @@ class RestorePlan:
         _check_fit(where or manifest.ckpt, kinds, self._values, registry)
         self._homes: dict[str, Tensor] = {}
         self._copied: set[str] = set()
-        """Those of which a save writes a copy, and so does not see that another place is the same."""
+        """Those of which a save writes a copy: it does not see that such a tensor is in two places."""
         self._shared: list[tuple[str, str]] = []
-        """Tensors of modules for which there is one place here, which may be right: names in the ckpt."""
+        """Names of two tensors of modules for which there is one place here."""
         self._find_homes(where or manifest.ckpt)
         missing = manifest.extra.get("missing")
         self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
 
     def _find_homes(self, ckpt: str) -> None:
-        """No two of them share memory. What cannot be replaced by something else comes first."""
-        spans, arrays = Spans(), _names_of_arrays(self._values)
+        """One of them at most in one place.
+
+        `best = model.state_dict()` is the model's own memory. If the script has put a copy there before it was saved,
+        the ckpt holds two tensors, and in the next life they begin as one again.
+        """
+        arrays = _names_of_arrays(self._values)
+        taken: dict[Any, str] = {}
+        # What cannot be replaced by something else comes first.
         for key, adapter in sorted(self._registry, key=lambda entry: not isinstance(entry[1], (Module, TensorOrArray))):
             for stored, tensor in adapter.homes(self._values[key]).items():
                 if stored in self._homes:
                     continue
-                if stored in arrays or (isinstance(adapter, Module) and not isinstance(tensor, torch.nn.Parameter)):
+                if stored in arrays or (isinstance(adapter, Module) and not isinstance(tensor, nn.Parameter)):
                     self._copied.add(stored)
-                others = spans.within(span_of(tensor))
-                if not others:
+                place = place_of(tensor)
+                if place not in taken:
                     self._homes[stored] = tensor.detach()
-                    spans.add(span_of(tensor), (stored, key, tensor))
-                elif isinstance(adapter, (Module, TensorOrArray)):
-                    for name, owner, other in others:
-                        if isinstance(self._registry[owner], (Module, TensorOrArray)) and is_one(tensor, other):
-                            self._note_shared(ckpt, name, stored, tensor)
+                    taken |= {} if place is None else {place: stored}
+                elif not isinstance(adapter, Container):
+                    self._share(ckpt, taken[place], stored, tensor)
 
-    def _note_shared(self, ckpt: str, one: str, other: str, tensor: Tensor) -> None:
-        """There is one place for both."""
-        if is_large(tensor) and not {one, other} & self._copied:
+    def _share(self, ckpt: str, one: str, other: str, tensor: Tensor) -> None:
+        """Two of the ckpt have one place, which cannot be another one."""
+        if were_two(tensor) and not {one, other} & self._copied:
             raise CkptMismatch(
                 f"the ckpt {ckpt} holds {one} and {other} as two tensors, and here they are one. Make them two before "
                 "load_ckpt(), as the script had done when it was saved, or start without the ckpt: "
                 "MIGRATOR_RESUME=never."
             )
         self._shared.append((one, other))
+
+    def _check_shared(self, read: dict[str, Tensor]) -> None:
+        for one, other in self._shared:
+            if one in read and other in read and not is_equal(read[one], read[other]):
+                raise CkptMismatch(
+                    f"the ckpt {self._manifest.ckpt} holds other values in {one} than in {other}, and here they are "
+                    "one. Make them two before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
+                )
+
+    def _places(self, read: dict[str, Tensor], filled: dict[str, Any]) -> Places:
+        """What was read into its place, and what modules and single tensors hold, which cannot be replaced."""
+        copied = {id(read[stored]) for stored in self._copied & read.keys()}
+        places = Places(apart={id(tensor) for tensor in read.values()} - copied)
+        for stored in self._homes.keys() & read.keys():
+            places.note(self._homes[stored], read[stored])
+        for key, adapter in self._registry:
+            if isinstance(adapter, Module):
+                for name, live in adapter.live().items():
+                    places.note(live, filled[key].get(name))
+            elif isinstance(adapter, TensorOrArray):
+                places.note(adapter.target, filled[key])
+        return places
 
     def homes(self) -> dict[str, Tensor]:
         """By name: the tensor of this process that a stored one is read into."""
@@ -127,13 +152,12 @@ class RestorePlan:
                 self._registry.storable.remember(key, self._trees[key])
         filled = {key: _filled(self._values[key], tensors) for key, _ in self._registry}
         self._check_shared(read)
-        held = self._held(read, filled)
-        for key, kind in sorted(self._registry, key=lambda entry: isinstance(entry[1], Container)):
+        places = self._places(read, filled)
+        for key, kind in self._registry:
+            if isinstance(kind, Container):
+                kind.places = places
             try:
-                if isinstance(kind, Container):
-                    kind.restore_beside(filled[key], held)
-                else:
-                    kind.restore(filled[key])
+                kind.restore(filled[key])
             except Exception as error:  # the script's own load_state_dict() may raise anything
                 raise CkptMismatch(
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"
@@ -143,25 +167,6 @@ class RestorePlan:
             names = ",".join(sorted(self._registry.own))
             log("own_of_another_rank", level=logging.WARNING, ckpt=name, objects=names)
         return Loaded(name, self._manifest.step, random, loop, self._manifest.bytes, self._manifest.ranks)
-
-    def _check_shared(self, read: dict[str, Tensor]) -> None:
-        for one, other in self._shared:
-            if one in read and other in read and not is_same(read[one], read[other]):
-                raise CkptMismatch(
-                    f"the ckpt {self._manifest.ckpt} holds other values in {one} than in {other}, and here they share "
-                    "their memory. Make them two before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
-                )
-
-    def _held(self, read: dict[str, Tensor], filled: dict[str, Any]) -> Held:
-        """What has its place: everything that was read into one, and what is registered itself."""
-        held = Held()
-        for stored, home in self._homes.items():
-            if stored in read:
-                held.note(home, read[stored], is_copied=stored in self._copied)
-        for key, kind in self._registry:
-            if isinstance(kind, (Container, TensorOrArray)):
-                held.note(kind.target, filled[key])
-        return held
 
     def _random(self, tensors: _Tensors) -> dict[str, Any]:
         """This rank's random states. If the ckpt has none for it, they are derived from those of another rank."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from migrator.ckpt.codec import MAX_DEPTH, Stored, StoredArray
 from migrator.state.adapters.base import SCALARS, Adapter, is_large, shape_of
-from migrator.state.held import Held
+from migrator.state.places import Places
 
 
 class Endless:
@@ -60,38 +60,27 @@ def _same_kind(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     return OrderedDict(items) if isinstance(like, OrderedDict) else items
 
 
-def put_back(saved: Any, live: Any, held: Held | None = None) -> Any:
+def put_back(saved: Any, live: Any, places: Places | None = None) -> Any:
     """`saved`, written into the objects of `live` where the kinds are equal, so that references stay valid.
 
-    But not into what holds something else already, by `held`.
+    But not into a tensor that, by `places`, holds another one of the ckpt.
     """
-    if held is not None and isinstance(live, (dict, list, set, deque, Tensor, np.ndarray)):
-        is_another_s = held.is_another_s(live, saved)
-        if is_another_s is False:
-            return live
-        if is_another_s:
-            if isinstance(saved, Tensor) and isinstance(live, Tensor):
-                return saved.to(live.device)
-            return in_types_of(live, saved)
-        held.note(live, saved)
-    return _put_back(saved, live, held)
-
-
-def _put_back(saved: Any, live: Any, held: Held | None) -> Any:
     if isinstance(live, dict) and isinstance(saved, dict):
-        merged = {key: put_back(item, live.get(key), held) for key, item in saved.items()}
+        merged = {key: put_back(item, live.get(key), places) for key, item in saved.items()}
         live.clear()
         live.update(merged)
         return live
     if isinstance(live, list) and isinstance(saved, list):
         room = [*live, *[None] * max(0, len(saved) - len(live))]
-        live[:] = [put_back(item, old, held) for item, old in zip(saved, room, strict=False)]
+        live[:] = [put_back(item, old, places) for item, old in zip(saved, room, strict=False)]
         return live
     if (isinstance(live, set) and isinstance(saved, set)) or (isinstance(live, deque) and isinstance(saved, deque)):
         live.clear()
         cast(Any, live.update if isinstance(live, set) else live.extend)(saved)
         return live
-    if _fits_in_place(saved, live):
+    if _fits_in_place(saved, live) and not (places is not None and places.is_another_s(live, saved)):
+        if places is not None:
+            places.note(live, saved)
         if saved.data_ptr() != live.data_ptr():
             with torch.no_grad():
                 live.copy_(saved)
@@ -138,7 +127,7 @@ def is_writable(tensor: Tensor) -> bool:
 
 
 class Container(Adapter):
-    """A dict, list, set or deque, restored in place, but for what shares its memory with something else."""
+    """A dict, list, set or deque, restored in place."""
 
     kind = "container"
     may_lack = True
@@ -152,12 +141,14 @@ class Container(Adapter):
                 return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
         return []
 
-    def restore(self, value: Any) -> None:
-        _put_back(value, self.target, None)
+    def __init__(self, target: Any) -> None:
+        super().__init__(target)
+        self.places: Places | None = None
+        """Set before a restore: where other objects hold theirs."""
 
-    def restore_beside(self, value: Any, held: Held) -> None:
-        """Behind all others."""
-        _put_back(value, self.target, held)
+    def restore(self, value: Any) -> None:
+        places, self.places = self.places, None
+        put_back(value, self.target, places)
 
 
 class TensorOrArray(Adapter):

@@ -386,7 +386,7 @@ def test_small_state_is_copied_aside_and_the_loop_goes_on(
             toy.set(0.0)
         attempt._capture = attempt._context.capturer.take(10, None, full=True)
         attempt.share()
-        assert attempt.is_apart
+        assert attempt._is_apart
     made[0].look()
     made[0].commit()
     for part in catalog.whole(storage, FIRST).parts:
@@ -409,7 +409,7 @@ def test_what_the_loop_may_change_is_taken_before_it_goes_on(monkeypatch: pytest
     toy.set(0.0)
     attempt._capture = attempt._context.capturer.take(10, None, full=True)
     attempt.run()
-    assert attempt.is_apart
+    assert attempt._is_apart
     for part in catalog.whole(storage, FIRST).parts:
         for name, tensor in read_part(storage, FIRST, part).items():
             assert not (name.startswith("model/") and tensor.any()), name
@@ -459,7 +459,7 @@ def test_the_last_save_lets_no_loop_go_on(storage: PosixStorage) -> None:
     """Nothing follows it that could be lost."""
     (attempt,) = attempts(storage, may_open=False)
     attempt.share()
-    assert not attempt.is_apart
+    assert not attempt._is_apart
 
 
 def test_large_state_is_not_copied_before_the_loop_waits(
@@ -468,7 +468,7 @@ def test_large_state_is_not_copied_before_the_loop_waits(
     """The memory would be taken for nothing."""
     monkeypatch.setattr("migrator.save.attempt.SMALL_BYTES", 4 * 320 - 1)
     apart: list[bool] = []
-    made = attempts(storage, may_open=True, on_block=lambda: apart.append(made[0].is_apart))
+    made = attempts(storage, may_open=True, on_block=lambda: apart.append(made[0]._is_apart))
     made[0].share()
     assert apart == [False]
 

@@ -15,7 +15,6 @@ from migrator.leaving.leaving import Outcome
 from migrator.loop.gate import Phase
 from migrator.save import engine
 from migrator.save.engine import Saver
-from migrator.save.pace import Pace
 from migrator.save.results import NothingToSave, Saved
 
 SAVED = Saved("000001-000000000007", 7, 100, 0.1)
@@ -144,7 +143,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         schedule=None,
         ckpts=SimpleNamespace(newest=None, look_for_later=lambda saved: None),
         speed=SimpleNamespace(note=fails, warn_if_too_long=lambda saved: None),
-        attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None, pace=Pace()),
+        attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
     )
     Saver(shared, strategy, lambda: NOTHING)._save_and_go_on()

@@ -7,7 +7,7 @@ two tensors in its ckpt and one in the next life.
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from migrator.errors import CkptMismatch
-from migrator.state.held import Spans, is_same, span_of
 from tests.unit.state.test_adapters import Volume
 
 SIZES = pytest.mark.parametrize("width", [2, 12, 100], ids=["in the tree", "copied", "read live"])
@@ -231,51 +230,6 @@ def test_modules_may_share_a_buffer(volume: Volume, features: int, is_tied: bool
             volume.load(name, **here)
 
 
-@pytest.mark.parametrize(
-    ("began", "now", "best"),
-    [
-        ([], [0, 1, 2], [0]),
-        ({}, {"a": 1}, {"a": 2}),
-        (deque(), deque([1]), deque([2, 3])),
-        (set(), {1}, {2}),
-        (Counter(), Counter("aab"), Counter("c")),
-        ([[]], [[1]], [[2]]),
-        (torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)),
-        (np.zeros(3), np.ones(3), np.full(3, 2.0)),
-        (np.zeros(5000), np.ones(5000), np.full(5000, 2.0)),
-        (np.zeros(10)[::-1], np.ones(10), np.full(10, 2.0)),
-    ],
-)
-@pytest.mark.parametrize("depth", ["in one", "in two", "registered itself"])
-def test_two_places_that_began_as_one(volume: Volume, began: Any, now: Any, best: Any, depth: str) -> None:
-    """`history = []; state = {"now": history, "best": history}`: each gets what it held."""
-
-    def life(now: Any, best: Any) -> dict[str, Any]:
-        if depth == "in one":
-            return {"state": {"now": now, "best": best}}
-        if depth == "in two":
-            return {"one": {"now": now}, "other": [{"best": best}]}
-        return {"one": {"now": now}, "best": best}
-
-    name = volume.save(**life(now, best))
-    began = copy.deepcopy(began)
-    here = life(began, began)
-    if depth == "registered itself":
-        volume.load(name, **here)
-        found_now, found_best = here["one"]["now"], here["best"]
-        assert found_best is began
-    else:
-        volume.load(name, **here)
-        found_now, found_best = (
-            (here["state"]["now"], here["state"]["best"])
-            if depth == "in one"
-            else (here["one"]["now"], here["other"][0]["best"])
-        )
-    assert is_same(found_now, now)
-    assert is_same(found_best, best)
-    assert type(found_now) is type(now)
-
-
 @pytest.mark.parametrize("kept", [[1, [2]], {"a": [1]}, deque([1]), {1, 2}, torch.ones(3), np.ones(5000)])
 def test_two_places_of_one_object_stay_one(volume: Volume, kept: Any) -> None:
     """If both hold the same, the ckpt does not tell whether they were one: what the script made stays."""
@@ -284,6 +238,47 @@ def test_two_places_of_one_object_stay_one(volume: Volume, kept: Any) -> None:
     here = {"one": {"it": began}, "other": {"it": began}}
     volume.load(name, **here)
     assert here["one"]["it"] is here["other"]["it"] is began
+
+
+@pytest.mark.parametrize("rows", [5, 9000])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda t: {"mean": t[:, 0], "var": t[:, 1]},
+        lambda t: {"left": t[:, :1], "right": t[:, 1:]},
+        lambda t: {"now": t[:-1], "next": t[1:]},
+        lambda t: {"first": t[0], "all": t},
+        lambda t: {"wide": t.unsqueeze(0).expand(3, *t.shape), "all": t},
+    ],
+)
+def test_views_of_one_memory_stay_views(volume: Volume, rows: int, parts: Callable[[Tensor], Any]) -> None:
+    """Of each other's columns, of half of each other, of a part."""
+    name = volume.save(state=parts(torch.arange(2.0 * rows).reshape(rows, 2)))
+    memory = torch.zeros(rows, 2)
+    state = parts(memory)
+    volume.load(name, state=state)
+    assert torch.equal(memory, torch.arange(2.0 * rows).reshape(rows, 2))
+    memory.fill_(9.0)
+    assert all(values(tensor) == 9.0 for key, tensor in state.items() if key != "wide")
+
+
+@pytest.mark.parametrize("size", [3, 9000])
+def test_a_tensor_and_its_conjugate(volume: Volume, size: int) -> None:
+    """They share their memory, and are two in a ckpt."""
+    number = torch.full((size,), 1 + 2j)
+    name = volume.save(number=number, other=number.conj())
+    here = torch.zeros(size, dtype=torch.complex64)
+    volume.load(name, number=here, other=here.conj())
+    assert torch.equal(here, number)
+
+
+def test_what_does_not_fit_is_replaced_in_both_places(volume: Volume) -> None:
+    """Nothing was put into the one that they share."""
+    for saved, began in ((torch.ones(3), torch.zeros(1)), (0.25, torch.tensor(9.0)), (None, torch.zeros(2))):
+        name = volume.save(state={"now": copy.deepcopy(saved), "best": copy.deepcopy(saved)})
+        here = {"now": began, "best": began}
+        volume.load(name, state=here)
+        assert [values(value) for value in here.values()] == [values(saved)] * 2
 
 
 def test_places_that_lie_among_each_other(volume: Volume) -> None:
@@ -321,32 +316,3 @@ def test_every_place_gets_what_it_held(
     volume.load(name, **found)
     got = [found["model"].weight, *found["a"].values(), *found["b"]["c"]]
     assert [values(tensor.detach()) for tensor in got] == [1.0 + number for number in saved]
-
-
-@given(
-    spans=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12),
-    asked=st.tuples(st.integers(0, 30), st.integers(0, 6)),
-)
-def test_what_overlaps_is_found(spans: list[tuple[int, int]], asked: tuple[int, int]) -> None:
-    """All of it, and nothing else."""
-    held = Spans()
-    for number, (begin, size) in enumerate(spans):
-        held.add((begin, begin + size), number)
-    begin, end = asked[0], asked[0] + asked[1]
-    expected = [n for n, (at, size) in enumerate(spans) if set(range(at, at + size)) & set(range(begin, end))]
-    assert sorted(held.within((begin, end))) == expected
-
-
-@pytest.mark.parametrize(
-    "view",
-    [lambda a: a, lambda a: a[::-1], lambda a: a[2:5], lambda a: a.reshape(2, 5)[:, ::-2], lambda a: a[:0]],
-)
-def test_the_span_of_an_array(view: Callable[[Any], Any]) -> None:
-    """Also of one that goes backwards."""
-    array = np.arange(10, dtype=np.int16)
-    seen = view(array)
-    begin, end = span_of(seen)
-    found = array[(begin - array.ctypes.data) // 2 : (end - array.ctypes.data) // 2] if end else array[:0]
-    assert (min(found, default=0), max(found, default=0)) == (min(seen.flat, default=0), max(seen.flat, default=0))
-    if all(stride > 0 for stride in seen.strides):
-        assert span_of(torch.from_numpy(seen)) == (begin, end)
