@@ -19,7 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from migrator.ckpt import generations
+from migrator.ckpt.manifest import Manifest
 from migrator.errors import CkptMismatch
+from migrator.loop.gate import Gate
+from migrator.save.context import SaveContext
+from migrator.save.frozen_state import FrozenState
+from migrator.session.restore_plan import RestorePlan
+from migrator.state.capture import Capturer
+from migrator.state.registry import Registry
 from tests.unit.state.test_adapters import Volume
 
 SIZES = pytest.mark.parametrize("width", [2, 12, 100], ids=["in the tree", "copied", "read live"])
@@ -279,6 +287,58 @@ def test_what_does_not_fit_is_replaced_in_both_places(volume: Volume) -> None:
         here = {"now": began, "best": began}
         volume.load(name, state=here)
         assert [values(value) for value in here.values()] == [values(saved)] * 2
+
+
+@pytest.mark.parametrize("size", [3, 100, 9000])
+@pytest.mark.parametrize("dict_first", [False, True])
+def test_a_registered_tensor_keeps_its_place(volume: Volume, size: int, dict_first: bool) -> None:
+    """The dict that began with it gets another one."""
+
+    def life(tensor: Tensor, shown: Tensor) -> dict[str, Any]:
+        both = {"tensor": tensor, "state": {"best": shown}}
+        return dict(reversed(both.items())) if dict_first else both
+
+    name = volume.save(**life(torch.full((size,), 1.0), torch.full((size,), 2.0)))
+    tensor = torch.zeros(size)
+    here = life(tensor, tensor)
+    volume.load(name, **here)
+    assert values(here) == {"tensor": 1.0, "state": {"best": 2.0}}
+    assert here["tensor"] is tensor
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+@pytest.mark.parametrize("dict_first", [False, True])
+def test_what_a_rank_has_for_itself_keeps_its_place(volume: Volume, is_own: bool, dict_first: bool) -> None:
+    """Of several ranks each has its small tensors in the manifest: buffers, and all of a module that is its own."""
+
+    def life(of_model: float, of_best: float | None) -> tuple[Registry, nn.Module, dict[str, Tensor]]:
+        model = nn.BatchNorm1d(10)
+        with torch.no_grad():
+            for tensor in (model.weight, model.bias, model.running_mean, model.running_var):
+                assert tensor is not None
+                tensor.fill_(of_model)
+        best = dict(model.state_dict())
+        if of_best is not None:
+            best = {name: torch.full_like(tensor, of_best) for name, tensor in best.items()}
+        registry = Registry()
+        for name in ("best", "model") if dict_first else ("model", "best"):
+            registry.add(name, {"best": best, "model": model}[name], own=is_own and name == "model")
+        return registry, model, best
+
+    registry, _, _ = life(7.0, 3.0)
+    capturer = Capturer(registry)
+    generation = generations.claim(volume.storage, fresh=True, about={})
+    context = SaveContext(volume.storage, generation, "job", registry, capturer, Gate(capturer), size=2)
+    state = FrozenState(context, capturer.take(1, None, full=True))
+    assert state.own == []
+    manifest = Manifest(1, 1, "job", 2, (), state.objects, {})
+
+    registry, model, best = life(0.0, None)
+    plan = RestorePlan(manifest, registry, size=2)
+    plan.restore({name: tensor.detach().clone() for name, tensor in state.tensors.items()})
+    del best["num_batches_tracked"]
+    assert values(best) == dict.fromkeys(("weight", "bias", "running_mean", "running_var"), 3.0)
+    assert {name: value for name, value in values(model).items() if name in best} == dict.fromkeys(best, 7.0)
 
 
 def test_places_that_lie_among_each_other(volume: Volume) -> None:
