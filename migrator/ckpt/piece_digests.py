@@ -224,7 +224,7 @@ class PieceDigests:
         with self._cond:
             while True:
                 self._check()
-                size, end, enough = 0, self._taken, _group(self._taken)
+                size, end, enough = 0, self._taken, _least_bytes(self._taken)
                 while end < len(self._known) and size < enough:
                     size += self._pieces[end].end - self._pieces[end].start
                     end += 1
@@ -267,7 +267,7 @@ class PieceDigests:
                 self._behind[i] = stream.copy()
             self._known.append(found)
             fresh += piece.end - piece.start
-            if fresh >= _group(told) or i + 1 == len(self._pieces):
+            if fresh >= _least_bytes(told) or i + 1 == len(self._pieces):
                 told, fresh = i + 1, 0
                 self._tell()
         if self._still.names:
@@ -363,8 +363,8 @@ class PieceDigests:
         return live
 
 
-def _group(begin: int) -> int:
-    """Bytes of the group that begins with this piece."""
+def _least_bytes(begin: int) -> int:
+    """How many bytes one call writes at least, if it begins with the piece of this number."""
     return GROUP if begin else min(FIRST, GROUP)
 
 

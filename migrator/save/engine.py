@@ -215,8 +215,8 @@ class Saver(threading.Thread):
         try:
             yield
         finally:
-            a_notice_came_meanwhile = self._leaving.notice is not None and not is_leaving
-            if not a_notice_came_meanwhile:
+            # A notice that came in the midst of a periodic save has shortened it for the last one.
+            if is_leaving or self._leaving.notice is None:
                 self._switch_interval.restore()
             self.is_busy = False
 

@@ -23,7 +23,7 @@ class SwitchInterval:
             sys.setswitchinterval(min(before_s, at_most_s))
 
     def restore(self) -> None:
-        """What it was before, whoever shortened it how often."""
+        """Make it what it was before the first `shorten()`. Without one nothing happens."""
         with self._lock:
             usual_s, self._usual_s = self._usual_s, None
             if usual_s is not None:

@@ -24,10 +24,11 @@ from migrator.ckpt.manifest import Manifest, objects_from
 from migrator.errors import CkptCorrupt, CkptMismatch
 from migrator.events import log
 from migrator.state import random_state
+from migrator.state.adapters.base import is_large
 from migrator.state.adapters.containers import Container, TensorOrArray
 from migrator.state.adapters.module import Module
 from migrator.state.adapters.random_generators import check_positions, set_state
-from migrator.state.places import Places, is_equal, place_of, were_two
+from migrator.state.places import Places, is_same, place_of
 from migrator.state.registry import Registry
 
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -82,7 +83,7 @@ class RestorePlan:
         self._has_own = manifest.ranks == size and not (isinstance(missing, list) and rank in missing)
 
     def _find_homes(self, ckpt: str) -> None:
-        """One of them at most in one place.
+        """Each tensor of the ckpt gets a place of its own.
 
         `best = model.state_dict()` is the model's own memory. If the script has put a copy there before it was saved,
         the ckpt holds two tensors, and in the next life they begin as one again.
@@ -105,7 +106,7 @@ class RestorePlan:
 
     def _share(self, ckpt: str, one: str, other: str, tensor: Tensor) -> None:
         """Two of the ckpt have one place, which cannot be another one."""
-        if were_two(tensor) and not {one, other} & self._copied:
+        if is_large(tensor) and not {one, other} & self._copied:
             raise CkptMismatch(
                 f"the ckpt {ckpt} holds {one} and {other} as two tensors, and here they are one. Make them two before "
                 "load_ckpt(), as the script had done when it was saved, or start without the ckpt: "
@@ -115,14 +116,14 @@ class RestorePlan:
 
     def _check_shared(self, read: dict[str, Tensor]) -> None:
         for one, other in self._shared:
-            if one in read and other in read and not is_equal(read[one], read[other]):
+            if one in read and other in read and not is_same(read[one], read[other]):
                 raise CkptMismatch(
                     f"the ckpt {self._manifest.ckpt} holds other values in {one} than in {other}, and here they are "
                     "one. Make them two before load_ckpt(), or start without the ckpt: MIGRATOR_RESUME=never."
                 )
 
     def _places(self, read: dict[str, Tensor], filled: dict[str, Any]) -> Places:
-        """What was read into its place, and what modules and single tensors hold, which cannot be replaced."""
+        """What was read into its place, what modules hold, and what is registered itself: it cannot be replaced."""
         copied = {id(read[stored]) for stored in self._copied & read.keys()}
         places = Places(apart={id(tensor) for tensor in read.values()} - copied)
         for stored in self._homes.keys() & read.keys():
@@ -131,7 +132,7 @@ class RestorePlan:
             if isinstance(adapter, Module):
                 for name, live in adapter.live().items():
                     places.note(live, filled[key].get(name))
-            elif isinstance(adapter, TensorOrArray):
+            elif isinstance(adapter, (Container, TensorOrArray)):
                 places.note(adapter.target, filled[key])
         return places
 
@@ -154,10 +155,11 @@ class RestorePlan:
         self._check_shared(read)
         places = self._places(read, filled)
         for key, kind in self._registry:
-            if isinstance(kind, Container):
-                kind.places = places
             try:
-                kind.restore(filled[key])
+                if isinstance(kind, Container):
+                    kind.restore(filled[key], places)
+                else:
+                    kind.restore(filled[key])
             except Exception as error:  # the script's own load_state_dict() may raise anything
                 raise CkptMismatch(
                     f"the ckpt {name} could not be put back into {key!r}: {type(error).__name__}: {error}\n"

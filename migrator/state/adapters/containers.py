@@ -63,8 +63,27 @@ def _same_kind(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 def put_back(saved: Any, live: Any, places: Places | None = None) -> Any:
     """`saved`, written into the objects of `live` where the kinds are equal, so that references stay valid.
 
-    But not into a tensor that, by `places`, holds another one of the ckpt.
+    But not into an object that, by `places`, holds another value of the ckpt.
     """
+    if places is not None and places.has_another(live, saved):
+        return in_types_of(live, _on_devices_of(live, saved))
+    back = _put_back(saved, live, places)
+    if places is not None and back is live:
+        places.note(live, saved)
+    return back
+
+
+def _on_devices_of(live: Any, saved: Any) -> Any:
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        return saved.to(live.device)
+    if isinstance(live, dict) and isinstance(saved, dict):
+        return {key: _on_devices_of(live.get(key), item) for key, item in saved.items()}
+    if isinstance(live, list) and isinstance(saved, list):
+        return [_on_devices_of(live[i] if i < len(live) else None, item) for i, item in enumerate(saved)]
+    return saved
+
+
+def _put_back(saved: Any, live: Any, places: Places | None) -> Any:
     if isinstance(live, dict) and isinstance(saved, dict):
         merged = {key: put_back(item, live.get(key), places) for key, item in saved.items()}
         live.clear()
@@ -78,9 +97,7 @@ def put_back(saved: Any, live: Any, places: Places | None = None) -> Any:
         live.clear()
         cast(Any, live.update if isinstance(live, set) else live.extend)(saved)
         return live
-    if _fits_in_place(saved, live) and not (places is not None and places.is_another_s(live, saved)):
-        if places is not None:
-            places.note(live, saved)
+    if _fits_in_place(saved, live):
         if saved.data_ptr() != live.data_ptr():
             with torch.no_grad():
                 live.copy_(saved)
@@ -141,13 +158,7 @@ class Container(Adapter):
                 return [f": a {type(self.target).__name__} here, a {type(value).__name__} there"]
         return []
 
-    def __init__(self, target: Any) -> None:
-        super().__init__(target)
-        self.places: Places | None = None
-        """Set before a restore: where other objects hold theirs."""
-
-    def restore(self, value: Any) -> None:
-        places, self.places = self.places, None
+    def restore(self, value: Any, places: Places | None = None) -> None:
         put_back(value, self.target, places)
 
 

@@ -7,7 +7,8 @@ two tensors in its ckpt and one in the next life.
 from __future__ import annotations
 
 import copy
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from migrator.save.context import SaveContext
 from migrator.save.frozen_state import FrozenState
 from migrator.session.restore_plan import RestorePlan
 from migrator.state.capture import Capturer
+from migrator.state.places import is_same
 from migrator.state.registry import Registry
 from tests.unit.state.test_adapters import Volume
 
@@ -113,6 +115,20 @@ def test_a_best_model_is_its_own_even_if_it_was_just_saved(volume: Volume, is_eq
     with torch.no_grad():
         model.weight.fill_(9.0)
     assert values(best["weights"]["weight"]) == 1.0
+
+
+def test_a_dict_with_tensors_that_were_two_was_two(volume: Volume) -> None:
+    """Even if all in it is equal."""
+    name = volume.save(
+        state={"now": {"loss": 0.5, "weight": torch.ones(9000)}, "best": {"loss": 0.5, "weight": torch.ones(9000)}}
+    )
+    began = {"loss": 9.0, "weight": torch.zeros(9000)}
+    here = {"now": began, "best": began}
+    volume.load(name, state=here)
+    assert values(here) == {"now": {"loss": 0.5, "weight": 1.0}, "best": {"loss": 0.5, "weight": 1.0}}
+    here["now"]["loss"] = 0.1
+    here["now"]["weight"].fill_(9.0)
+    assert values(here["best"]) == {"loss": 0.5, "weight": 1.0}
 
 
 @SIZES
@@ -238,6 +254,51 @@ def test_modules_may_share_a_buffer(volume: Volume, features: int, is_tied: bool
             volume.load(name, **here)
 
 
+@pytest.mark.parametrize(
+    ("began", "now", "best"),
+    [
+        ([], [0, 1, 2], [0]),
+        ({}, {"a": 1}, {"a": 2}),
+        (deque(), deque([1]), deque([2, 3])),
+        (set(), {1}, {2}),
+        (Counter(), Counter("aab"), Counter("c")),
+        ([[]], [[1]], [[2]]),
+        (torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)),
+        (np.zeros(3), np.ones(3), np.full(3, 2.0)),
+        (np.zeros(5000), np.ones(5000), np.full(5000, 2.0)),
+        (np.zeros(10)[::-1], np.ones(10), np.full(10, 2.0)),
+    ],
+)
+@pytest.mark.parametrize("depth", ["in one", "in two", "registered itself"])
+def test_two_places_that_began_as_one(volume: Volume, began: Any, now: Any, best: Any, depth: str) -> None:
+    """`history = []; state = {"now": history, "best": history}`: each gets what it held."""
+
+    def life(now: Any, best: Any) -> dict[str, Any]:
+        if depth == "in one":
+            return {"state": {"now": now, "best": best}}
+        if depth == "in two":
+            return {"one": {"now": now}, "other": [{"best": best}]}
+        return {"one": {"now": now}, "best": best}
+
+    name = volume.save(**life(now, best))
+    began = copy.deepcopy(began)
+    here = life(began, began)
+    if depth == "registered itself":
+        volume.load(name, **here)
+        found_now, found_best = here["one"]["now"], here["best"]
+        assert found_best is began
+    else:
+        volume.load(name, **here)
+        found_now, found_best = (
+            (here["state"]["now"], here["state"]["best"])
+            if depth == "in one"
+            else (here["one"]["now"], here["other"][0]["best"])
+        )
+    assert is_same(found_now, now)
+    assert is_same(found_best, best)
+    assert type(found_now) is type(now)
+
+
 @pytest.mark.parametrize("kept", [[1, [2]], {"a": [1]}, deque([1]), {1, 2}, torch.ones(3), np.ones(5000)])
 def test_two_places_of_one_object_stay_one(volume: Volume, kept: Any) -> None:
     """If both hold the same, the ckpt does not tell whether they were one: what the script made stays."""
@@ -270,6 +331,69 @@ def test_views_of_one_memory_stay_views(volume: Volume, rows: int, parts: Callab
     assert all(values(tensor) == 9.0 for key, tensor in state.items() if key != "wide")
 
 
+def test_what_fits_in_the_second_place_is_put_there(volume: Volume) -> None:
+    """The first one was replaced, so the memory is free."""
+    name = volume.save(state={"now": torch.ones(3), "best": torch.ones(2)})
+    began = torch.zeros(2)
+    here = {"now": began, "best": began}
+    volume.load(name, state=here)
+    assert values(here) == {"now": 1.0, "best": 1.0}
+    assert here["best"] is began
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+@pytest.mark.parametrize("is_one", [False, True])
+def test_a_registered_dict_within_another(volume: Volume, inner_first: bool, is_one: bool) -> None:
+    """What is registered stays what it is; the other one gets a dict of its own, if it had one."""
+
+    def life(inner: dict[str, Any], shown: dict[str, Any]) -> dict[str, Any]:
+        both = {"inner": inner, "outer": {"shown": shown}}
+        return both if inner_first else dict(reversed(both.items()))
+
+    inner = {"loss": [1.0, float("nan")], "weight": torch.ones(9000)}
+    shown = inner if is_one else {"loss": [2.0], "weight": torch.full((9000,), 2.0)}
+    name = volume.save(**life(inner, shown))
+    began: dict[str, Any] = {"loss": [], "weight": torch.zeros(9000)}
+    losses, weight = began["loss"], began["weight"]
+    here = life(began, began)
+    volume.load(name, **here)
+    assert is_same(here["inner"], inner)
+    assert is_same(here["outer"]["shown"], shown)
+    assert here["inner"] is began
+    if is_one:
+        assert began["loss"] is losses
+        assert began["weight"] is weight
+    assert (here["outer"]["shown"] is here["inner"]) is is_one
+
+
+@pytest.mark.parametrize("tensor_first", [False, True])
+def test_an_array_and_a_tensor_that_began_as_one(volume: Volume, tensor_first: bool) -> None:
+    """Each gets what it held."""
+
+    def life(tensor: Any, array: Any) -> dict[str, Any]:
+        both = {"tensor": tensor, "array": array}
+        return {"state": both if tensor_first else dict(reversed(both.items()))}
+
+    for size in (3, 9000):
+        name = volume.save(**life(torch.full((size,), 1.0), np.full(size, 2.0, np.float32)))
+        array = np.zeros(size, np.float32)
+        here = life(torch.from_numpy(array), array)
+        volume.load(name, **here)
+        assert values(here["state"]) == {"tensor": 1.0, "array": 2.0}
+
+
+def test_an_array_that_cannot_be_written(volume: Volume) -> None:
+    """It is replaced, without a warning of torch."""
+    name = volume.save(state={"a": np.ones(3), "b": np.ones(3)})
+    array = np.zeros(3)
+    array.flags.writeable = False
+    here = {"a": array, "b": array}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        volume.load(name, state=here)
+    assert values(here) == {"a": 1.0, "b": 1.0}
+
+
 @pytest.mark.parametrize("size", [3, 9000])
 def test_a_tensor_and_its_conjugate(volume: Volume, size: int) -> None:
     """They share their memory, and are two in a ckpt."""
@@ -282,7 +406,15 @@ def test_a_tensor_and_its_conjugate(volume: Volume, size: int) -> None:
 
 def test_what_does_not_fit_is_replaced_in_both_places(volume: Volume) -> None:
     """Nothing was put into the one that they share."""
-    for saved, began in ((torch.ones(3), torch.zeros(1)), (0.25, torch.tensor(9.0)), (None, torch.zeros(2))):
+    began: Any
+    for saved, began in (
+        (torch.ones(3), torch.zeros(1)),
+        (0.25, torch.tensor(9.0)),
+        (None, torch.zeros(2)),
+        (None, []),
+        ({"a": 1}, []),
+        (np.ones(3), np.zeros(2)),
+    ):
         name = volume.save(state={"now": copy.deepcopy(saved), "best": copy.deepcopy(saved)})
         here = {"now": began, "best": began}
         volume.load(name, state=here)

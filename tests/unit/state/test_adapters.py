@@ -584,8 +584,10 @@ def test_a_grad_scaler_comes_back(volume: Volume) -> None:
 
 def test_a_disabled_grad_scaler_is_no_obstacle(volume: Volume) -> None:
     """Scripts register their scaler whether or not it does anything today."""
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    volume.load(volume.save(scaler=scaler), scaler=torch.amp.GradScaler("cpu", enabled=False))
+    scaler, other = (torch.amp.GradScaler("cpu", enabled=False) for _ in range(2))
+    volume.load(volume.save(scaler=scaler), scaler=other)
+
+    assert other.state_dict() == scaler.state_dict() == {}
 
 
 def test_a_sampler_comes_back(volume: Volume) -> None:

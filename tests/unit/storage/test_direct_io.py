@@ -331,6 +331,7 @@ def test_memory_that_there_is_not_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(direct_io, "_memory", none)
     direct_io.touch_memory()
+    assert direct_io._idle == []
 
 
 def test_a_closed_file_is_closed(fd: int) -> None:

@@ -209,7 +209,7 @@ def test_a_large_file_appears_when_it_is_whole(storage: PosixStorage) -> None:
 
 
 def test_a_large_file_is_synced_before_it_gets_its_name(storage: PosixStorage, calls: Calls) -> None:
-    """And behind it its name, and that of the directory it lies in, whoever made that directory."""
+    """Then its name is, and the name of its directory, even if another process made that."""
     for part in ("part", "part2"):
         calls.made.clear()
         write(storage, f"ckpt/{part}", b"abc")
