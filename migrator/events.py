@@ -90,6 +90,7 @@ EVENTS = {
     "save_failed": "a save failed; the previous ckpt is unchanged",
     "save_retry": "a save failed for a reason that may be temporary; it is tried again",
     "save_too_long": "a save takes at least as long as the time from SIGTERM to SIGKILL; says what to set",
+    "saves_slow_training": "saves hold the loop up for more than 1 % of its time; says which interval costs less",
     "save_late": "a requested save is made at the next safe point",
     "retired": "ckpts that are no longer kept were deleted",
     "retention_failed": "an old ckpt could not be deleted",

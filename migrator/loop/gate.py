@@ -119,6 +119,8 @@ class Gate:
         """The loop is making a new safe point out of the last one."""
         self._held = 0
         """Number of calls in which the main thread stays in a safe point."""
+        self.stood_s = 0.0
+        """Seconds that the loop has stood here for saves, since the process began."""
 
     # The training side.
 
@@ -188,9 +190,15 @@ class Gate:
                     self._way_out.leave()
                 if self.is_leaving and self._may_go_on():
                     return
-                self._cond.wait(_TICK_S)
+                self._stand()
         finally:
             self._waiting -= 1
+
+    def _stand(self) -> None:
+        """One piece of a wait of the loop."""
+        start_s = time.monotonic()
+        self._cond.wait(_TICK_S)
+        self.stood_s += time.monotonic() - start_s
 
     def _may_go_on(self) -> bool:
         """The process is leaving, but the loop has to reach another safe point first."""
@@ -250,7 +258,7 @@ class Gate:
             elif may_stay and self._takers:
                 # A save waits for exactly this safe point, and would wake up after the next step has begun.
                 while self._takers and self._is_wanted(capture) and not self._is_shut and not self.is_leaving:
-                    self._cond.wait(_TICK_S)
+                    self._stand()
             if may_stay and self.hold_at == capture.at:
                 self._hold()
 
@@ -278,7 +286,7 @@ class Gate:
             if time.monotonic() > end_s:
                 self.hold_at = None
                 return
-            self._cond.wait(_TICK_S)
+            self._stand()
 
     def _stay(self) -> None:
         self._held += 1
@@ -286,7 +294,7 @@ class Gate:
             # The save takes the gate within a tick; from then on the gate is shut until the reading is done.
             # A safe point that it cannot take, has thrown away, or does not want is not worth waiting in.
             while self.is_due and self._is_wanted(self.capture) and not self._is_shut and not self.is_leaving:
-                self._cond.wait(_TICK_S)
+                self._stand()
             self._wait_while_shut()
         finally:
             self._held -= 1

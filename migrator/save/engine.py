@@ -81,6 +81,7 @@ class Saver(threading.Thread):
         self._schedule = tools.schedule
         self._ckpts = tools.ckpts
         self._speed = tools.speed
+        self._cost = tools.cost
         self._attempts = tools.attempts
         self._reply = tools.reply
         self.for_hook = tools.reply.for_hook
@@ -225,6 +226,7 @@ class Saver(threading.Thread):
     def _save_and_go_on(self) -> None:
         if not self._strategy.begin():
             return
+        self._cost.begin()
         saved: Saved | None = None
         failure: Exception | None = None
         try:

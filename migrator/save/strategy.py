@@ -17,6 +17,7 @@ from migrator.notice.watcher import Notice
 from migrator.save.attempt_factory import AttemptFactory
 from migrator.save.changed_objects import ChangedObjects
 from migrator.save.context import SaveContext
+from migrator.save.cost import Cost
 from migrator.save.reply import Pod, Reply
 from migrator.save.results import Saved
 from migrator.save.saved_ckpts import SavedCkpts
@@ -52,6 +53,7 @@ class SaverTools:
         self.changed_objects = ChangedObjects(context.gate)
         self.reply = Reply(settings, leaving, file, pod or Pod())
         self.speed = Speed(settings.grace_s, warns=self.reply.speaks)
+        self.cost = Cost(context.gate, warns=context.rank == 0)
         self.attempts = AttemptFactory(context, leaving, self.speed, self.reply.for_hook, on_advance)
 
 

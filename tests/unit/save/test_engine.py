@@ -61,6 +61,7 @@ def saver(strategy: Strategy, **leaving: Any) -> Saver:
         schedule=None,
         ckpts=ckpts,
         speed=None,
+        cost=None,
         attempts=SimpleNamespace(end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
     )
@@ -143,6 +144,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         schedule=None,
         ckpts=SimpleNamespace(newest=None, look_for_later=lambda saved: None),
         speed=SimpleNamespace(note=fails, warn_if_too_long=lambda saved: None),
+        cost=SimpleNamespace(begin=lambda: None),
         attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
     )
