@@ -7,6 +7,7 @@ has ended. Pods that stay keep their container, if the launcher in it does.
 from __future__ import annotations
 
 import abc
+import itertools
 import random
 import socket
 import time
@@ -27,9 +28,10 @@ script."""
 class Gang(Controller):
     """Pods with fixed names that train together; each is made again under its name when it is gone.
 
-    In a cluster each pod has its own address and finds the others by their names. Here all have that of this machine.
+    In a cluster each pod has its own address and finds the others by their names. Here all have the loopback device.
     So if torchrun's rendezvous (`PET_RDZV_ENDPOINT`) names one of the pods, the name is replaced by a free port here,
-    which stays the same as long as the job lives; and only the pod that is named may serve the store there.
+    which stays the same as long as the job lives; only the pod that is named may serve the store there; and each pod
+    has a loopback address of its own, because torchrun tells agents apart by address and pid, and the pid is 1 in all.
     """
 
     def __init__(self, name: str, pods: list[str], make: Make) -> None:
@@ -37,6 +39,7 @@ class Gang(Controller):
         self._ranks = pods
         self._make = make
         self._ports: dict[int, int] = {}
+        self._numbers = itertools.count()
 
     @abc.abstractmethod
     def _template(self, name: str) -> PodSpec:
@@ -73,10 +76,12 @@ class Gang(Controller):
         # Each container of this name counts as a start, in place or as a new pod.
         before = sum(len(pod.containers) for pod in self.pods if pod.name == name)
         template = self._template(name)
+        number = next(self._numbers)
+        address = f"127.0.{1 + number // 250}.{1 + number % 250}"
 
         def env(container: int) -> Mapping[str, str]:
             own = self._variables(name, before + container)
-            return {**own, **self._rendezvous(name, {**template.container.env, **own})}
+            return {**own, **self._rendezvous(name, address, {**template.container.env, **own})}
 
         self._add(self._make(name, template, late_env=env, on_delete=self._on_delete, on_end=self._on_end))
 
@@ -87,7 +92,7 @@ class Gang(Controller):
         """The variables that the controller sets for this start of this pod."""
         return {}
 
-    def _rendezvous(self, name: str, env: Mapping[str, str]) -> Mapping[str, str]:
+    def _rendezvous(self, name: str, address: str, env: Mapping[str, str]) -> Mapping[str, str]:
         host, colon, _ = env.get("PET_RDZV_ENDPOINT", "").partition(":")
         # Also as name.service, and name.service.namespace.
         if not colon or host.partition(".")[0] not in self._ranks:
@@ -96,7 +101,7 @@ class Gang(Controller):
         return {
             "PET_RDZV_ENDPOINT": f"127.0.0.1:{self._port(0)}",
             "PET_RDZV_CONF": ",".join(part for part in (env.get("PET_RDZV_CONF", ""), serves) if part),
-            "PET_LOCAL_ADDR": "127.0.0.1",
+            "PET_LOCAL_ADDR": address,
         }
 
     def _port(self, start: int) -> int:

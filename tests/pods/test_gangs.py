@@ -50,11 +50,13 @@ def test_pods_of_an_indexed_job_have_numbers_and_one_place_to_meet(kubelet: Kube
     assert [one["PET_RDZV_CONF"] for one in said] == ["a=1", "a=1,is_host=0", "a=1,is_host=0"]
     (endpoint,) = {one["PET_RDZV_ENDPOINT"] for one in said}
     assert re.fullmatch(r"127\.0\.0\.1:\d+", endpoint)
+    assert len({one["PET_LOCAL_ADDR"] for one in said}) == 3
 
     job.rank(1).delete()
 
     again = told(until_replaced(job, 1))
     assert (again["PET_RDZV_ENDPOINT"], again["JOB_COMPLETION_INDEX"]) == (endpoint, "1")
+    assert again["PET_LOCAL_ADDR"] not in {one["PET_LOCAL_ADDR"] for one in said}, "to torchrun it is another node"
 
 
 def until_replaced(job: IndexedJob | StatefulSet | PyTorchJob, number: int, pods: int = 2) -> Pod:
