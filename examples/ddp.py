@@ -10,6 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
+import fsspec
 import torch
 from sklearn.datasets import load_digits
 from torch import distributed, nn
@@ -21,7 +22,7 @@ from migrator import ElasticSampler, migrator
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--steps", help="directory for one file per rank with one line of JSON per step")
-parser.add_argument("--weights", default="digits.pt", help="file for the trained weights")
+parser.add_argument("--weights", default="digits.pt", help="file or URL for the trained weights")
 args = parser.parse_args()
 
 distributed.init_process_group("gloo")  # before listening(), which all ranks call
@@ -95,6 +96,7 @@ for epoch in range(sampler.epoch, args.epochs):  # begins with the epoch of the 
         print(f"epoch {epoch}: accuracy {accuracy:.3f} on {ranks} ranks", flush=True)
 
 if rank == 0:
-    torch.save(model.module.state_dict(), args.weights)
+    with fsspec.open(args.weights, "wb") as file:
+        torch.save(model.module.state_dict(), file)
 distributed.barrier()
 distributed.destroy_process_group()

@@ -8,6 +8,7 @@ Only the lines with a comment are there because of migrator.
 import argparse
 import json
 
+import fsspec
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -18,7 +19,7 @@ from migrator import ElasticSampler, migrator
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=8)
 parser.add_argument("--log", help="file for one line of JSON per step")
-parser.add_argument("--weights", default="digits.pt", help="file for the trained weights")
+parser.add_argument("--weights", default="digits.pt", help="file or URL for the trained weights")
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -80,4 +81,5 @@ for epoch in range(sampler.epoch, args.epochs):  # begins with the epoch of the 
     metrics["accuracy"].append(accuracy)
     print(f"epoch {epoch}: accuracy {accuracy:.3f}", flush=True)
 
-torch.save(model.state_dict(), args.weights)
+with fsspec.open(args.weights, "wb") as file:
+    torch.save(model.state_dict(), file)

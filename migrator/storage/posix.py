@@ -65,11 +65,15 @@ _KINDS: dict[int, type[StorageError]] = {
 }
 """The class of a failed call, by its errno. All others may go away by themselves."""
 
+_NO_RIGHT = (
+    "Give the job's user the right to write there (in a pod: securityContext.fsGroup), or name another root "
+    "(MIGRATOR_CKPT)"
+)
 _WHAT_TO_DO = {
     errno.ENOSPC: "Make room on the volume, or keep fewer ckpts (MIGRATOR_KEEP)",
     errno.EDQUOT: "Raise the quota, or keep fewer ckpts (MIGRATOR_KEEP)",
-    errno.EACCES: "Give the job's user the right to write there, or name another root (MIGRATOR_CKPT)",
-    errno.EPERM: "Give the job's user the right to write there, or name another root (MIGRATOR_CKPT)",
+    errno.EACCES: _NO_RIGHT,
+    errno.EPERM: _NO_RIGHT,
     errno.EROFS: "Mount the volume writable, or name another root (MIGRATOR_CKPT)",
     errno.ENOTDIR: "A part of the path is a file; name a directory (MIGRATOR_CKPT)",
     errno.EISDIR: "Something else lies where a file of a ckpt belongs; move it away",

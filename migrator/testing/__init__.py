@@ -19,9 +19,21 @@ does not.
 from __future__ import annotations
 
 from migrator.testing.container import isolation
-from migrator.testing.controllers import Job, PyTorchJob
+from migrator.testing.controllers import Job
 from migrator.testing.errors import StandInError
+from migrator.testing.gangs import IndexedJob, PyTorchJob, StatefulSet
 from migrator.testing.kubelet import Kubelet
 from migrator.testing.pod import HookRun, Pod, Stop
 
-__all__ = ["HookRun", "Job", "Kubelet", "Pod", "PyTorchJob", "StandInError", "Stop", "isolation"]
+__all__ = [
+    "HookRun",
+    "IndexedJob",
+    "Job",
+    "Kubelet",
+    "Pod",
+    "PyTorchJob",
+    "StandInError",
+    "StatefulSet",
+    "Stop",
+    "isolation",
+]

@@ -1,19 +1,15 @@
-"""Controllers that start pods again: a Job, and the operator of a PyTorchJob.
+"""Controllers that start pods again: what they have in common, and a Job.
 
 In a Job each pod has a new name, so the replacement is made as soon as a pod is
-being deleted: it starts while the old pod still saves. The pods of a PyTorchJob
-have fixed names, so each is made again after the old one has ended.
+being deleted: it starts while the old pod still saves. Controllers of several
+pods that train together are in `gangs.py`.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import random
-import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,9 +19,6 @@ from migrator.testing.spec import PodSpec
 
 Read = Callable[[Mapping[str, Any]], PodSpec]
 Make = Callable[..., Pod]
-_RETRYABLE_FROM = 128
-"""With restartPolicy `ExitCode`, lowest exit code that is restarted: a signal ended it, and not an error of the
-script."""
 
 
 class Controller(abc.ABC):
@@ -123,10 +116,8 @@ class Job(Controller):
         if self._template.restart_policy == "Always":
             raise StandInError(f"Job {name}: restartPolicy Always is not allowed in a Job; take Never or OnFailure")
         self._make = make
-        self._backoff_limit = int(spec.get("backoffLimit", 6))
+        self._policy_of_failures = FailurePolicy(spec)
         self._at_once = spec.get("podReplacementPolicy", "TerminatingOrFailed") == "TerminatingOrFailed"
-        self._rules = (spec.get("podFailurePolicy") or {}).get("rules") or []
-        self._failures = 0
         self._replaced: set[str] = set()
 
     @property
@@ -157,13 +148,8 @@ class Job(Controller):
             # Also if it was deleted: exit code 0 means that there is nothing more to do.
             self._conclude(pod)
             return
-        action = next((str(rule.get("action")) for rule in self._rules if _is_meant(rule, pod)), "Count")
-        if action == "FailJob" and not self._is_deleted:
-            self._conclude(pod, failed=f"{pod.name} ended in a way that podFailurePolicy does not restart: {stop}")
-            return
-        self._failures += action == "Count"
-        if self._failures > self._backoff_limit and not self._is_deleted:
-            self._conclude(pod, failed=f"more than {self._backoff_limit} pods failed (backoffLimit)")
+        if not self._is_deleted and (why := self._policy_of_failures.ends_with(pod)):
+            self._conclude(pod, failed=why)
             return
         self._replace(pod)
 
@@ -175,124 +161,21 @@ class Job(Controller):
             self.start()
 
 
-class PyTorchJob(Controller):
-    """A kubeflow.org/v1 PyTorchJob: one master, some workers, and the variables that the operator sets for them.
+class FailurePolicy:
+    """`podFailurePolicy` and `backoffLimit` of a Job: which end of a pod is the end of the Job."""
 
-    The n-th starts of all containers use the same port, and each n has another one. In a cluster pods have their own
-    addresses instead; in both cases no rank of a new life finds the store of the previous one.
-    """
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._limit = int(spec.get("backoffLimit", 6))
+        self._rules = (spec.get("podFailurePolicy") or {}).get("rules") or []
+        self._count = 0
 
-    def __init__(
-        self, name: str, spec: Mapping[str, Any], read: Read, make: Make, *, workers: int | None = None
-    ) -> None:
-        super().__init__(name)
-        self._make = make
-        replicas = spec.get("pytorchReplicaSpecs") or {}
-        if "elasticPolicy" in spec:
-            raise StandInError(
-                f"PyTorchJob {name} has an elasticPolicy: its pods find one another by their names, and here all have "
-                "the address of this machine. Give it a Master and Workers"
-            )
-        if set(replicas) - {"Master", "Worker"} or "Master" not in replicas:
-            found = ", ".join(replicas) or "none"
-            raise StandInError(f"PyTorchJob {name}: found replicas {found}; expected Master and Worker")
-        self._templates: dict[str, PodSpec] = {}
-        self._policies: dict[str, str] = {}
-        for kind, replica in replicas.items():
-            policy = str(replica.get("restartPolicy", "Never"))
-            template = dict((replica.get("template") or {}).get("spec") or {})
-            # The operator itself restarts pods, unless the policy lets kubelet restart them in place.
-            template["restartPolicy"] = policy if policy in ("Always", "OnFailure") else "Never"
-            self._templates[kind], self._policies[kind] = read(template), policy
-        counts = {kind: int(replica.get("replicas", 1)) for kind, replica in replicas.items()}
-        if counts.get("Master", 1) != 1:
-            raise StandInError(f"PyTorchJob {name}: it has {counts['Master']} Masters, expected one")
-        if workers is not None and "Worker" not in replicas:
-            raise StandInError(f"PyTorchJob {name} has no Worker to make {workers} of")
-        count = counts.get("Worker", 0) if workers is None else workers
-        self._ranks = [f"{name}-master-0", *(f"{name}-worker-{number}" for number in range(count))]
-        self._per_node = str(spec.get("nprocPerNode", "1"))
-        self._ports: dict[int, int] = {}
-
-    @property
-    def master(self) -> Pod:
-        """The newest pod of rank 0."""
-        return self.rank(0)
-
-    @property
-    def workers(self) -> list[Pod]:
-        """The newest pods of the other ranks."""
-        return [self.rank(number) for number in range(1, len(self._ranks))]
-
-    def rank(self, number: int) -> Pod:
-        """The newest pod of this rank (of this node, under torchrun)."""
-        with self._changed:
-            return next(pod for pod in reversed(self.pods) if pod.name == self._ranks[number])
-
-    def wait_for_start(self, number: int, timeout_s: float = WAIT_S) -> list[Pod]:
-        """Wait until each rank was started `number` times, in place or as a new pod; the newest pods of all ranks."""
-        end_s = time.monotonic() + timeout_s
-        while True:
-            with self._changed:
-                starts = {name: sum(len(p.containers) for p in self.pods if p.name == name) for name in self._ranks}
-                if all(count >= number for count in starts.values()):
-                    return [self.rank(rank) for rank in range(len(self._ranks))]
-            if time.monotonic() > end_s or self.failed is not None:
-                raise StandInError(
-                    f"job {self.name}: not all were started {number} times: {starts}; {self.failed or ''}"
-                )
-            time.sleep(0.01)
-
-    def start(self) -> None:
-        for name in self._ranks:
-            self._begin(name)
-
-    def _begin(self, name: str) -> None:
-        # Each container of this name counts as a start, in place or as a new pod.
-        before = sum(len(pod.containers) for pod in self.pods if pod.name == name)
-
-        def env(container: int) -> Mapping[str, str]:
-            return self._variables(name, before + container)
-
-        template = self._templates["Master" if "-master-" in name else "Worker"]
-        self._add(self._make(name, template, late_env=env, on_end=self._on_end))
-
-    def _variables(self, name: str, start: int) -> Mapping[str, str]:
-        """The variables that the operator sets for this start of this pod."""
-        with self._changed:
-            port = str(self._ports.setdefault(start, free_port()))
-        size, rank = str(len(self._ranks)), str(self._ranks.index(name))
-        return {
-            "PYTHONUNBUFFERED": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": size,
-            "RANK": rank,
-            "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": port,
-            "PET_NNODES": size,
-            "PET_NODE_RANK": rank,
-            "PET_NPROC_PER_NODE": self._per_node,
-        }
-
-    def _on_end(self, pod: Pod) -> None:
-        kind = "Master" if "-master-" in pod.name else "Worker"
-        code = pod.stops[-1].exit_code if pod.stops else 128
-        if code == 0:
-            if pod.name == self._ranks[0] and not self._is_deleted:
-                self._conclude(pod)
-            return
-        policy = self._policies[kind]
-        may = pod.is_deleted or policy in ("Always", "OnFailure") or (policy == "ExitCode" and code >= _RETRYABLE_FROM)
-        with self._changed:
-            if self._is_deleted or self.is_complete or self.failed is not None:
-                return
-            if may:
-                self._begin(pod.name)
-            else:
-                self._conclude(
-                    pod, failed=f"{pod.name} ended with {code}, and restartPolicy {policy} does not restart it"
-                )
+    def ends_with(self, pod: Pod) -> str | None:
+        """Counts the failed pod; why the Job has failed with it."""
+        action = next((str(rule.get("action")) for rule in self._rules if _is_meant(rule, pod)), "Count")
+        if action == "FailJob":
+            return f"{pod.name} ended in a way that podFailurePolicy does not restart: {pod.stops[-1:]}"
+        self._count += action == "Count"
+        return f"more than {self._limit} pods failed (backoffLimit)" if self._count > self._limit else None
 
 
 def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
@@ -302,30 +185,3 @@ def _is_meant(rule: Mapping[str, Any], pod: Pod) -> bool:
         is_named = codes.get("containerName") in (None, pod.spec.container.name)
         return is_named and (pod.stops[-1].exit_code in codes["values"]) == (codes["operator"] == "In")
     return pod.is_disrupted and any(one.get("type") == "DisruptionTarget" for one in conditions)
-
-
-def free_port() -> int:
-    """A port on which nobody listens. Below 32768, so that the kernel does not choose it for an outgoing connection.
-
-    Between this look and the moment at which somebody listens, no other process gets the port from here: its number is
-    held as a UDP port, which TCP does not mind. The port after it is given to nobody.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000, 2)
-        held = socket.socket(type=socket.SOCK_DGRAM)
-        try:
-            held.bind(("127.0.0.1", port))
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
-        except OSError:
-            held.close()
-            continue
-        if len(_held) == _HELD_AT_MOST:
-            _held.popleft().close()
-        _held.append(held)
-        return port
-
-
-_held: deque[socket.socket] = deque()
-_HELD_AT_MOST = 100
-"""Numbers of ports that one process holds, the newest ones."""

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import migrator.hooks
-from migrator.testing.controllers import Controller, Job, PyTorchJob
+from migrator.testing.controllers import Controller, Job
 from migrator.testing.errors import StandInError
+from migrator.testing.gangs import IndexedJob, PyTorchJob, StatefulSet
 from migrator.testing.pod import Pod
-from migrator.testing.spec import DEFAULT_GRACE_S, ContainerSpec, Mount, PodSpec, Reader, documents
+from migrator.testing.spec import DEFAULT_GRACE_S, ContainerSpec, Mount, PodSpec, Reader, config_in, documents
 
 HOOKS = "/hooks"
 """The directory of the hooks in the image: `python -m migrator.hooks /hooks`."""
@@ -108,22 +109,33 @@ class Kubelet:
         container: str | None = None,
         workers: int | None = None,
     ) -> Any:
-        """As `kubectl apply -f`: start the one Pod, Job or PyTorchJob of a yaml file.
+        """As `kubectl apply -f`: start the one Pod, Job, StatefulSet or PyTorchJob of a yaml file.
 
         `env` is added to the container's environment. `args` and `grace_s` replace those of the yaml (`grace_s` also
         sets `MIGRATOR_GRACE_S`). `volumes` maps names of volumes to directories. `workers` replaces the number of
-        worker replicas.
+        worker replicas, or of pods of an indexed Job or a StatefulSet.
         """
-        known = {"Pod": self._apply_pod, "Job": self._apply_job, "PyTorchJob": self._apply_pytorchjob}
-        found = [one for one in documents(source) if one.get("kind") in known]
+        known = {
+            "Pod": self._apply_pod,
+            "Job": self._apply_job,
+            "StatefulSet": self._apply_stateful_set,
+            "PyTorchJob": self._apply_pytorchjob,
+        }
+        applied = documents(source)
+        found = [one for one in applied if one.get("kind") in known]
         if len(found) != 1:
-            kinds = [str(one.get("kind")) for one in documents(source)]
+            kinds = [str(one.get("kind")) for one in applied]
             raise StandInError(f"{source} has {', '.join(kinds)}; expected one {', '.join(known)}")
         document = found[0]
         given = _directories(volumes or {})
+        config = config_in(applied)
+        for (kind, name), files in config.items():
+            for key, text in files.items():
+                (self.volume(f"{kind}/{name}") / key).write_text(text)
 
         def read(spec: Mapping[str, Any]) -> PodSpec:
-            reader = Reader(f"{document['kind']} {_name(document)}")
+            paths = {*self._image, *_directories(image or {})}
+            reader = Reader(f"{document['kind']} {_name(document)}", config=config, image=paths)
             pod = reader.pod(spec, container=container, given=given)
             reader.check()
             assert pod is not None
@@ -140,8 +152,18 @@ class Kubelet:
         pod.start()
         return pod
 
-    def _apply_job(self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], _: object) -> Job:
-        return self._started(Job(_name(document), document.get("spec") or {}, read, make))
+    def _apply_job(
+        self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], pods: int | None
+    ) -> Job | IndexedJob:
+        spec = document.get("spec") or {}
+        if spec.get("completionMode") == "Indexed":
+            return self._started(IndexedJob(_name(document), spec, read, make, pods=pods))
+        return self._started(Job(_name(document), spec, read, make))
+
+    def _apply_stateful_set(
+        self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], pods: int | None
+    ) -> StatefulSet:
+        return self._started(StatefulSet(_name(document), document.get("spec") or {}, read, make, pods=pods))
 
     def _apply_pytorchjob(
         self, document: Any, read: Callable[..., PodSpec], make: Callable[..., Pod], workers: int | None

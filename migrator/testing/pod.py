@@ -24,7 +24,7 @@ from pathlib import Path
 
 from migrator.testing.container import Command, Container, Exec
 from migrator.testing.errors import StandInError
-from migrator.testing.spec import FIELDS, ContainerSpec, PodSpec, expand, replacer
+from migrator.testing.spec import FIELDS, ContainerSpec, Mount, PodSpec, expand, replacer
 
 WAIT_S = 60.0
 """Default maximum time, in seconds, of a wait."""
@@ -37,6 +37,7 @@ _FALLBACK_AT_MOST = 2048
 _QUICK_END_S, _PAUSE_AT_MOST_S = 1.0, 5.0
 """A container that ran for less than the first is restarted after a pause, of at most the second; in seconds."""
 TERMINATION_LOG = "/dev/termination-log"
+TMP = "/tmp"
 RUN_DIRECTORY = "/tmp/migrator"
 """The default directory of the signal file, in the container's own file system, which is new for each container."""
 
@@ -158,7 +159,10 @@ class Pod:
 
     def path(self, path: str) -> Path:
         """The path on this machine for a path of the container: `pod.path("/ckpts/preStop.log")`."""
-        return Path(self._place(len(self.containers) or 1, self.spec.container)(path))
+        number, spec = len(self.containers) or 1, self.spec.container
+        if (tmp := self._tmp(spec)) and (path == TMP or path.startswith(f"{TMP}/")):
+            return tmp / path.removeprefix(TMP).lstrip("/")
+        return Path(self._place(number, spec)(path))
 
     def wait_for_log(self, pattern: str, timeout_s: float = WAIT_S, *, count: int = 1) -> re.Match[str]:
         """Wait until `count` places of the output match; the last of these matches."""
@@ -443,30 +447,45 @@ class Pod:
 
         shutil.rmtree(self.directory / "empty-dirs", ignore_errors=True)
 
+    def _mounted(self, mount: Mount) -> Path:
+        if mount.volume in self.spec.empty_dirs:
+            base = self.empty_dir(mount.volume)
+        else:
+            base = self._volume(self.spec.claims.get(mount.volume, mount.volume))
+        place = base / mount.sub_path if mount.sub_path else base
+        if not place.exists():  # a single file may be mounted as well
+            place.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def _tmp(self, spec: ContainerSpec) -> Path | None:
+        """The volume that is mounted at /tmp."""
+        return next((self._mounted(mount) for mount in spec.mounts if mount.path == TMP), None)
+
+    def _run(self, number: int, spec: ContainerSpec) -> Path:
+        """The default directory of the signal file."""
+        tmp = self._tmp(spec)
+        return tmp / "migrator" if tmp else self._own(number) / "run"
+
     def _place(self, number: int, spec: ContainerSpec) -> Callable[[str], str]:
         """A function that replaces paths of this container by directories of this machine."""
         paths = {
             **self._paths,
-            RUN_DIRECTORY: self._own(number) / "run",
+            RUN_DIRECTORY: self._run(number, spec),
             TERMINATION_LOG: self._termination_log(number),
         }
-        for mount in spec.mounts:
-            if mount.volume in self.spec.empty_dirs:
-                base = self.empty_dir(mount.volume)
-            else:
-                base = self._volume(self.spec.claims.get(mount.volume, mount.volume))
-            paths[mount.path] = base / mount.sub_path if mount.sub_path else base
-            if not paths[mount.path].exists():  # a single file may be mounted as well
-                paths[mount.path].mkdir(parents=True, exist_ok=True)
+        # /tmp itself is not replaced: paths of this machine, which a test gives in arguments, may begin with it.
+        paths |= {mount.path: self._mounted(mount) for mount in spec.mounts if mount.path != TMP}
         return replacer(paths)
 
     def _command(self, number: int, spec: ContainerSpec) -> Command:
-        place, own = self._place(number, spec), self._own(number)
-        (own / "run").mkdir(parents=True, exist_ok=True)
+        place, own, run, tmp = self._place(number, spec), self._own(number), self._run(number, spec), self._tmp(spec)
+        for directory in (own, run):
+            directory.mkdir(parents=True, exist_ok=True)
         # Already paths of this machine. As in a pod, `$(NAME)` does not see variables of the image.
         env = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
             "HOME": str(own),
+            **({"TMPDIR": str(tmp)} if tmp else {}),
             "HOSTNAME": self.name,
             # In a cluster each pod has its own address; here all pods use loopback.
             "GLOO_SOCKET_IFNAME": "lo",
@@ -479,9 +498,9 @@ class Pod:
         """The values before paths are replaced, so that `$(NAME)` does not replace a path twice."""
         for name, value in {**spec.env, **wanted, **self._late_env(number), **self._env}.items():
             values[name] = expand(value, values)
-            env[name] = place(values[name])
+            env[name] = str(tmp) if tmp and values[name] == TMP else place(values[name])
         if not {"MIGRATOR_SIGNAL", "MIGRATION_SIGNAL_PATH"} & env.keys():
-            env["MIGRATOR_SIGNAL"] = str(own / "run" / "signal")
+            env["MIGRATOR_SIGNAL"] = str(run / "signal")
         cwd = Path(place(spec.working_dir)) if spec.working_dir else own
         if not cwd.is_dir():
             raise StandInError(f"the working directory {cwd} of container {spec.name} is not there")

@@ -12,8 +12,9 @@ its arguments, the environment and the hooks; but not inside of the script.
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from migrator.testing.errors import StandInError
 
 DEFAULT_GRACE_S = 30.0
+Config = Mapping[tuple[str, str], Mapping[str, str]]
 FIELDS = {
     "metadata.name": "",
     "metadata.namespace": "default",
@@ -30,6 +32,8 @@ FIELDS = {
 }
 """Fields of the pod that a variable may refer to. The name is replaced by that of each pod."""
 _OURS = {"emptyDir", "persistentVolumeClaim", "hostPath"}
+_CONFIG = {"configMap": "ConfigMap", "secret": "Secret"}
+"""A kind of volume -> the kind of document that it takes its files from."""
 # In Kubernetes everything in the brackets is a name, also a shell's `$(command)`; an unknown name stays as it is.
 _REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
@@ -77,10 +81,16 @@ class PodSpec:
 
 
 class Reader:
-    """Reads specifications and collects problems, so that one error lists all of them."""
+    """Reads specifications and collects problems, so that one error lists all of them.
 
-    def __init__(self, what: str) -> None:
+    `config` has the values of the ConfigMaps and Secrets that are in the same file, by kind and name. `image` has the
+    paths for which there is a directory here: a ConfigMap that is mounted at one of them is that directory.
+    """
+
+    def __init__(self, what: str, *, config: Config | None = None, image: Collection[str] = ()) -> None:
         self._what = what
+        self._config: Config = config or {}
+        self._image = set(image)
         self.wrong: list[str] = []
 
     def check(self) -> None:
@@ -92,10 +102,13 @@ class Reader:
     ) -> PodSpec | None:
         """The pod of this `spec:`; None if there are problems."""
         main = self._main(spec.get("containers") or [], container)
-        claims, empty_dirs = self._volumes(spec.get("volumes") or [], given)
+        init_containers = spec.get("initContainers") or []
+        run = [*init_containers, *([main] if main else [])]
+        mounted = [mount for one in run for mount in one.get("volumeMounts") or []]
+        claims, empty_dirs, in_image = self._volumes(spec.get("volumes") or [], given, mounted)
         known = {*claims, *empty_dirs, *given}
-        init = [self._container(one, known) for one in spec.get("initContainers") or []]
-        read = self._container(main, known) if main else None
+        init = [self._container(one, known, in_image) for one in init_containers]
+        read = self._container(main, known, in_image) if main else None
         grace = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
         if not isinstance(grace, int | float) or isinstance(grace, bool) or grace < 0:
             self.wrong.append(f"terminationGracePeriodSeconds is {grace!r}; expected a number of seconds, 0 or more")
@@ -130,15 +143,21 @@ class Reader:
         return containers[0]
 
     def _volumes(
-        self, volumes: Sequence[Mapping[str, Any]], given: Mapping[str, Path]
-    ) -> tuple[dict[str, str], set[str]]:
-        claims, empty_dirs = {}, set()
+        self, volumes: Sequence[Mapping[str, Any]], given: Mapping[str, Path], mounted: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, str], set[str], set[str]]:
+        """Claims, emptyDirs, and the volumes that stand for a directory of the image."""
+        claims, empty_dirs, in_image = {}, set(), set()
         for volume in volumes:
             name = str(volume.get("name"))
             kind = next((key for key in volume if key != "name"), "nothing")
+            paths = {str(mount.get("mountPath")).rstrip("/") for mount in mounted if mount.get("name") == name}
             if name in given:
                 continue
-            if kind not in _OURS:
+            if kind in _CONFIG and not volume[kind].get("items") and config_of(volume[kind], kind) in self._config:
+                claims[name] = "/".join(config_of(volume[kind], kind))
+            elif kind in _CONFIG and paths and paths <= self._image:
+                in_image.add(name)
+            elif kind not in _OURS:
                 self.wrong.append(f"volume {name!r} is a {kind}; give a directory for it: volumes={{{name!r}: PATH}}")
             elif kind == "emptyDir":
                 empty_dirs.add(name)
@@ -146,9 +165,9 @@ class Reader:
                 claims[name] = str(volume[kind].get("claimName"))
             else:
                 claims[name] = f"host:{volume[kind].get('path')}"
-        return claims, empty_dirs
+        return claims, empty_dirs, in_image
 
-    def _container(self, spec: Mapping[str, Any], volumes: set[str]) -> ContainerSpec | None:
+    def _container(self, spec: Mapping[str, Any], volumes: set[str], in_image: set[str]) -> ContainerSpec | None:
         name = str(spec.get("name"))
         parts = {key: spec.get(key) or [] for key in ("command", "args")}
         for key, words in parts.items():
@@ -158,12 +177,14 @@ class Reader:
         command = [*parts["command"], *parts["args"]]
         if not parts["command"]:
             self.wrong.append(f"container {name!r} has no command, and there is no image here that has one")
-        for key in ("envFrom", "volumeDevices"):
-            if spec.get(key):
-                self.wrong.append(f"container {name!r}: {key} is not read here; give the values by env=")
+        if spec.get("volumeDevices"):
+            self.wrong.append(f"container {name!r}: volumeDevices is not read here; take a volume with files")
         env, fields = self._env(name, spec.get("env") or [])
+        env = {**self._env_from(name, spec.get("envFrom") or []), **env}
         mounts = []
         for mount in spec.get("volumeMounts") or []:
+            if mount.get("name") in in_image:
+                continue
             if mount.get("name") not in volumes:
                 self.wrong.append(
                     f"container {name!r} mounts the volume {mount.get('name')!r}, which the pod does not have"
@@ -204,9 +225,34 @@ class Reader:
                     self.wrong.append(
                         f"container {name!r}: {key} is to be {path}, which is not known here; give it by env="
                     )
-            else:
+            elif (value := self._value(source)) is not None:
+                env[key] = value
+            elif not next(iter(source.values())).get("optional"):
                 self.wrong.append(f"container {name!r}: {key} comes from a {next(iter(source))}; give it by env=")
         return env, fields
+
+    def _value(self, source: Mapping[str, Any]) -> str | None:
+        """The value of a `configMapKeyRef` or `secretKeyRef`, if the ConfigMap or Secret is in the file."""
+        for key, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
+            if key in source:
+                return self._config.get((kind, str(source[key].get("name"))), {}).get(str(source[key].get("key")))
+        return None
+
+    def _env_from(self, name: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        env: dict[str, str] = {}
+        for source in sources:
+            for key, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
+                if key not in source:
+                    continue
+                values = self._config.get((kind, str(source[key].get("name"))))
+                if values is not None:
+                    env |= {f"{source.get('prefix', '')}{one}": value for one, value in values.items()}
+                elif not source[key].get("optional"):
+                    self.wrong.append(
+                        f"container {name!r}: envFrom names the {kind} {source[key].get('name')!r}, which is not in "
+                        "this file; add it, or give the values by env="
+                    )
+        return env
 
     def _hook(self, name: str, key: str, hook: Mapping[str, Any] | None) -> tuple[str, ...] | None:
         if not hook:
@@ -218,6 +264,24 @@ class Reader:
             self.wrong.append(f"container {name!r}: {key} is no exec; only commands and sleep are run here")
             return None
         return tuple(map(str, hook["exec"]["command"]))
+
+
+def config_of(source: Mapping[str, Any], kind: str) -> tuple[str, str]:
+    """Kind and name of the document that this volume takes its files from."""
+    return _CONFIG[kind], str(source.get("name") or source.get("secretName"))
+
+
+def config_in(found: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, str]]:
+    """The values of all ConfigMaps and Secrets among these documents, by kind and name."""
+    config = {}
+    for one in found:
+        if one.get("kind") in _CONFIG.values():
+            name = str((one.get("metadata") or {}).get("name"))
+            values = {key: str(value) for key, value in (one.get("data") or {}).items()}
+            if one["kind"] == "Secret":
+                values = {key: base64.b64decode(value).decode(errors="replace") for key, value in values.items()}
+            config[one["kind"], name] = {**values, **(one.get("stringData") or {})}
+    return config
 
 
 def documents(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -236,7 +300,7 @@ def documents(source: str | Path | Mapping[str, Any]) -> list[dict[str, Any]]:
     except yaml.YAMLError as error:
         raise StandInError(f"{path} is no yaml: {error}") from error
     if not all(isinstance(one, dict) and "kind" in one for one in found) or not found:
-        raise StandInError(f"{path} has no document with a kind; expected a Pod, a Job or a PyTorchJob")
+        raise StandInError(f"{path} has no document with a kind; expected a Pod, a Job, a StatefulSet or a PyTorchJob")
     return found
 
 

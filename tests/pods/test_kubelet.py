@@ -901,7 +901,7 @@ def test_pytorchjobs_that_are_not_run_here(kubelet: Kubelet) -> None:
         kubelet.apply(document, workers=2)
 
     document["spec"]["elasticPolicy"] = {"maxReplicas": 4}
-    with pytest.raises(StandInError, match="PyTorchJob ranks has an elasticPolicy"):
+    with pytest.raises(StandInError, match=r"found replicas Master; expected .* an elasticPolicy and Worker"):
         kubelet.apply(document)
 
     del document["spec"]["elasticPolicy"]
@@ -1183,7 +1183,7 @@ def test_all_that_is_wrong_is_said_at_once(kubelet: Kubelet) -> None:
     for part in (
         "volume 'config' is a configMap; give a directory for it: volumes={'config': PATH}",
         "container 'trainer' has no command",
-        "container 'trainer': envFrom is not read here",
+        "container 'trainer': envFrom names the ConfigMap 'c', which is not in this file",
         "the value of NUMBER is 3; Kubernetes wants a string",
         "SECRET comes from a secretKeyRef; give it by env=",
         "LABEL is to be metadata.labels['a'], which is not known here; give it by env=",
@@ -1212,9 +1212,12 @@ def test_two_containers_are_refused(kubelet: Kubelet) -> None:
     ("text", "why"),
     [
         ("kind: [Pod", "is no yaml"),
-        ("- a\n- b\n", "has no document with a kind; expected a Pod, a Job or a PyTorchJob"),
+        ("- a\n- b\n", "has no document with a kind; expected a Pod, a Job, a StatefulSet or a PyTorchJob"),
         ("", "has no document with a kind"),
-        ("kind: Service\n---\nkind: ConfigMap\n", "has Service, ConfigMap; expected one Pod, Job, PyTorchJob"),
+        (
+            "kind: Service\n---\nkind: ConfigMap\n",
+            "has Service, ConfigMap; expected one Pod, Job, StatefulSet, PyTorchJob",
+        ),
         ("kind: Pod\n---\nkind: Job\n", "has Pod, Job; expected one"),
         (None, "cannot be read: No such file or directory"),
     ],

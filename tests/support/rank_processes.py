@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from migrator.notice.signal_file import SAVE, Signal, SignalFile
-from migrator.testing.controllers import free_port
+from migrator.testing.gangs import free_port
 from tests.support.harness import DEADLINE_S, Process, until
 
 if TYPE_CHECKING:
