@@ -61,7 +61,7 @@ AREAS = [
     ),
     Area(
         "protocol of the ranks",
-        r"migrator/ranks/|migrator/save/group/"
+        r"migrator/(ranks|nodecheck)/|migrator/save/group/"
         r"|migrator/session/(rank_group|group_restore)\.py"
         r"|migrator/loop/(gate|safe_points|uneven_inputs)\.py|migrator/state/capture\.py"
         r"|tests/support/(model|rank_processes|rank_history|rank_threads|torchruns)\.py"
@@ -69,7 +69,13 @@ AREAS = [
         r"|tests/(ranks|unit/ranks)/|tests/sweeps/test_events\.py",
         (
             *("unit/ranks/test_protocol", "sweeps/test_events", "ranks/test_stop", "ranks/test_load"),
-            *("ranks/test_lost_ranks", "ranks/test_idle", "ranks/test_torchrun", "ranks/test_epoch_end"),
+            *(
+                "ranks/test_lost_ranks",
+                "ranks/test_idle",
+                "ranks/test_nodecheck",
+                "ranks/test_torchrun",
+                "ranks/test_epoch_end",
+            ),
             *("ranks/test_broken_connections", "ranks/test_waiting", "unit/ranks/test_many_ranks"),
             "unit/ranks/test_shared_log",
         ),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CkptMismatch,
         Migrated,
         MigratorError,
+        NodeFault,
         NoUsableCkpt,
         RanksError,
         RegistrationError,
@@ -47,6 +48,7 @@ __all__ = [
     "Migrator",
     "MigratorError",
     "NoUsableCkpt",
+    "NodeFault",
     "RanksError",
     "RegistrationError",
     "ResumeIgnored",
@@ -67,6 +69,7 @@ __all__ = [
 
 _INSTANCE_NAMES = {
     "batches",
+    "check_nodes",
     "close",
     "epochs",
     "is_leaving",

@@ -10,6 +10,8 @@ from migrator import events, settings
 from migrator.errors import UsageError
 from migrator.loop.batches import Batches
 from migrator.loop.epoch_counters import Meter
+from migrator.nodecheck import script
+from migrator.nodecheck.check import Options, Verdict
 from migrator.notice import inbox, termination_message
 from migrator.session import session
 from migrator.session.session import Session
@@ -62,6 +64,24 @@ class Migrator:
         """
         if self._session is None:
             inbox.watch()
+
+    def check_nodes(
+        self,
+        *,
+        timeout_s: float = 60.0,
+        arrive_s: float = 600.0,
+        repeat: int = 10,
+        exclude_stragglers: bool = False,
+    ) -> Verdict:
+        """Find nodes at fault and slow nodes: call it on all ranks, after `init_process_group()`.
+
+        If a pod has to be replaced, all ranks raise `NodeFault`, which ends the process. `timeout_s` is the deadline
+        of each of the two rounds, `arrive_s` that of the slowest rank to come here. A slow node is only reported,
+        unless `exclude_stragglers` is set.
+        """
+        return script.check_nodes(
+            Options(timeout_s=timeout_s, arrive_s=arrive_s, repeat=repeat, exclude_stragglers=exclude_stragglers)
+        )
 
     def listening(
         self,

@@ -112,3 +112,16 @@ class Migrated(SystemExit):
         super().__init__(code)
         self.ckpt = ckpt
         self.step = step
+
+
+class NodeFault(SystemExit):
+    """Raised by `check_nodes()` on all ranks if a node has to be replaced: the process ends with exit code `code`.
+
+    138 on the ranks of that node, the exit code that requests a restart on the others. A `SystemExit`, so that
+    `finally` blocks run and `except Exception` does not catch it.
+    """
+
+    def __init__(self, code: int, *, nodes: tuple[str, ...] = ()) -> None:
+        super().__init__(code)
+        self.nodes = nodes
+        """The nodes to replace, by name."""

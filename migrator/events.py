@@ -15,6 +15,13 @@ from typing import Any
 logger = logging.getLogger("migrator")
 
 EVENTS = {
+    # the node check
+    "node_check": "the check of the nodes begins; shows how many ranks take part and what it may take",
+    "node_round": "a round of the node check begins; shows which ranks this rank meets",
+    "node_times": "a row of the node check's table: what one rank took in each round",
+    "nodes_good": "the node check found no node at fault",
+    "node_slow": "the better round of a node took more than twice the median: the training will run at its speed",
+    "node_fault": "the pod of this node has to be replaced; `why` says what happened in each round",
     # a life begins
     "listening": "the watcher runs; shows where ckpts are written and which ways of notice are watched",
     "storage_warning": "the place for ckpts can be used but has a weakness",

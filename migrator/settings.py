@@ -224,6 +224,15 @@ def signal_and_grace(environ: Mapping[str, str]) -> tuple[Path, float]:
     return found["signal"], found["grace_s"]
 
 
+def exit_code(environ: Mapping[str, str]) -> int:
+    """The exit code that requests a restart, for what ends before `listening()`. Never 0: that would mean success."""
+    meta = next(f.metadata for f in fields(Settings) if f.name == "exit_code")
+    found = 0
+    with contextlib.suppress(ValueError):  # `listening()` reports a value that is not allowed
+        found = meta["parse"](environ.get(meta["variable"], meta["default"]))
+    return found or int(meta["default"])
+
+
 _SECRET_FIELD = re.compile(r"(?i)((?:key|sig|signature|secret|token|password)=)[^&;\s]+")
 
 

@@ -20,6 +20,7 @@ from migrator import (
     Migrated,
     Migrator,
     MigratorError,
+    NodeFault,
     NoUsableCkpt,
     RanksError,
     RegistrationError,
@@ -57,6 +58,8 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     )
     migrator.listening(every="10m", grace_s=30.5)
     migrator.listening(keep_exit_code=True, ranks=1)
+    verdict = migrator.check_nodes(timeout_s=60, arrive_s=600.0, repeat=10, exclude_stragglers=True)
+    assert_type([finding.why for finding in (*verdict.faults, *verdict.stragglers)], list[str])
     loss = migrator.meter("loss")
     loss.add(1.0)
     loss.add(torch.ones(()), 32)
@@ -126,6 +129,8 @@ def errors_carry_what_is_promised() -> None:
     except Migrated as leaving:
         assert_type(leaving.ckpt, "str | None")
         assert_type(leaving.step, "int | None")
+    except NodeFault as fault:
+        assert_type(fault.nodes, tuple[str, ...])
 
 
 def misuse_is_refused(loader: list[int]) -> None:
