@@ -14,7 +14,7 @@ QUICK := tests/unit tests/docs tests/support tests/sweeps
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo demo-s3 test quick long sweeps crashes mutants peers lint types examples bench bench-full bench-parts all clean
+.PHONY: demo demo-s3 test quick long sweeps crashes mutants peers faults lint types examples bench bench-full bench-parts all clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -48,6 +48,9 @@ mutants: $(READY)  ## the protocol with one line changed at a time: do the tests
 
 peers: $(READY)  ## flipped bits, kills and full disks for other libraries as well: the table in docs/guarantees.md
 	$(BIN)/python benchmarks/peers.py
+
+faults: $(READY)  ## what each fault costs an elastic job of four pods: the table in docs/faults.md; budget: 8 minutes on two cores
+	$(BIN)/python benchmarks/faults.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
