@@ -73,6 +73,7 @@ _INSTANCE_NAMES = {
     "listening",
     "load_ckpt",
     "meter",
+    "progress",
     "register",
     "restore_random",
     "resume",

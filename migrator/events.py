@@ -3,8 +3,8 @@
 Each name is listed here once with its meaning; logging a name that is not listed
 raises an error. Example: `committed ckpt=000003-000000000412 step=412 ...`.
 
-A line never contains a TAB and never begins with a capital letter: training
-operators search logs for such lines and would read them as progress of the job.
+A line never contains a TAB or the word `Epoch`: training operators search logs for
+such lines and would read them as progress of the job (`platform/progress_line.py`).
 """
 
 from __future__ import annotations
@@ -126,11 +126,19 @@ def line(event: str, fields: dict[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    text = " ".join(str(value).split())
+    text = without_epoch(" ".join(str(value).split()))
     return f'"{text}"' if " " in text or text == "" else text
 
 
 def ensure_visible() -> None:
+def without_epoch(text: str) -> str:
+    """`Epoch` as `E\\poch`: KubeDL's controller crashes at a line that has this word and is no progress of the job.
+
+    It may be part of a path, of the name of a class, or of somebody else's error. A shell reads both alike.
+    """
+    return text.replace("Epoch", r"E\poch")
+
+
     """Log to stderr if the script has not configured logging at all.
 
     Otherwise the owner of a stopped job would see no reason. A job that has configured

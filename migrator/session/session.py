@@ -35,7 +35,8 @@ from migrator.notice import inbox
 from migrator.notice.inbox import NoticeInbox
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
-from migrator.platform import launcher
+from migrator.platform import container, launcher
+from migrator.platform.progress_line import ProgressLine
 from migrator.ranks import joining, place, rendezvous
 from migrator.save import engine
 from migrator.save.context import SaveContext
@@ -159,6 +160,9 @@ class Session:
         )
         self._end = SessionEnd(
             settings,
+        # KubeDL looks at the log of this pod. With a master, or under torchrun, rank 0 may be in another one.
+        is_worker_0 = self._speaks_for_pod and container.pod_name().endswith("-worker-0")
+        self._progress_line = ProgressLine(is_shown=events.rank == 0 or is_worker_0, ranks=size)
             noticed=self._noticed,
             owner=self._owner,
             file=self._file,
@@ -258,6 +262,10 @@ class Session:
 
     def safe_point(self) -> None:
         """`migrator.safe_point()`"""
+    def progress(self, **given: Any) -> None:
+        """`migrator.progress()`"""
+        self._progress_line.print(**given)
+
         self.safe_points.reach_by_script()
 
     def save(self, *, wait: bool) -> str | None:
