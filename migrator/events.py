@@ -24,6 +24,7 @@ EVENTS = {
     "fork": "two lives continued the same ckpt; the one that trained further counts",
     "other_lineage": "there are ckpts of another lineage in the same place; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
+    "grace_too_short": "an earlier save took at least as long as the time from SIGTERM to SIGKILL; says what to set",
     "waiting_for_leaving": "an earlier life is still saving; this life waits for its ckpt or for the end of its grace",
     "not_waiting": "an earlier life died while it was saving; this life does not wait for it",
     "setting_unknown": "a variable begins with MIGRATOR_ but is not a setting; it may be a typo",
@@ -130,7 +131,6 @@ def _shown(value: Any) -> str:
     return f'"{text}"' if " " in text or text == "" else text
 
 
-def ensure_visible() -> None:
 def without_epoch(text: str) -> str:
     """`Epoch` as `E\\poch`: KubeDL's controller crashes at a line that has this word and is no progress of the job.
 
@@ -139,6 +139,7 @@ def without_epoch(text: str) -> str:
     return text.replace("Epoch", r"E\poch")
 
 
+def ensure_visible() -> None:
     """Log to stderr if the script has not configured logging at all.
 
     Otherwise the owner of a stopped job would see no reason. A job that has configured

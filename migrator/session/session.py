@@ -119,7 +119,9 @@ class Session:
         self._candidates = Candidates(settings, storage, found, load)
         self._capturer = Capturer(registry)
         self.gate = Gate(self._capturer, leaving)
-        context = SaveContext(storage, found.generation, settings.job, registry, self._capturer, self.gate)
+        context = SaveContext(
+            storage, found.generation, settings.job, registry, self._capturer, self.gate, is_warned=found.is_warned
+        )
         if group is None:
             self._saver = engine.alone(context, settings, leaving, self._file, self._explain_nothing)
         else:
@@ -158,11 +160,11 @@ class Session:
         self._requested_save = RequestedSave(
             self.gate, self.safe_points, self._saver, leaving=leaving, departure=self._departure
         )
-        self._end = SessionEnd(
-            settings,
         # KubeDL looks at the log of this pod. With a master, or under torchrun, rank 0 may be in another one.
         is_worker_0 = self._speaks_for_pod and container.pod_name().endswith("-worker-0")
         self._progress_line = ProgressLine(is_shown=events.rank == 0 or is_worker_0, ranks=size)
+        self._end = SessionEnd(
+            settings,
             noticed=self._noticed,
             owner=self._owner,
             file=self._file,
@@ -260,12 +262,12 @@ class Session:
         """`migrator.epochs()`"""
         return self.safe_points.epochs(total, name=name, start=start)
 
-    def safe_point(self) -> None:
-        """`migrator.safe_point()`"""
     def progress(self, **given: Any) -> None:
         """`migrator.progress()`"""
         self._progress_line.print(**given)
 
+    def safe_point(self) -> None:
+        """`migrator.safe_point()`"""
         self.safe_points.reach_by_script()
 
     def save(self, *, wait: bool) -> str | None:

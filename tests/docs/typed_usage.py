@@ -143,7 +143,7 @@ def misuse_is_refused(loader: list[int]) -> None:
     migrator.save_ckpt(wait="no")  # type: ignore[arg-type]
     migrator.batches(iter(loader))  # type: ignore[arg-type]
     migrator.resume = True  # type: ignore[misc]
-    migrator.progress(1, 2, 3, 0.2, 1.0, 50.0)  # type: ignore[misc]
+    migrator.progress(1, 2, 3, 0.2, 1.0, 50.0)  # type: ignore[call-arg]
     migrator.progress(epoch="1", batch=2, batches=3, latency_s=0.2, loss=1.0, accuracy=50)  # type: ignore[arg-type]
     migrator.no_such_thing()  # type: ignore[attr-defined]
     ElasticSampler(1000, True)  # type: ignore[call-arg]
