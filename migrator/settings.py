@@ -197,9 +197,7 @@ def _measuring(found: Settings, file: Path) -> Settings:
     return replace(
         found,
         ckpt=file.with_name("ckpts"),
-        job="measured",
         signal=file.with_name("signal"),
-        every=Every(),
         resume="never",
         termination_log=file.with_name("termination-log"),
         legacy_file=None,

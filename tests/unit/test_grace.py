@@ -23,7 +23,7 @@ from tests.support.harness import ROOT
 
 def planned(size: int = 3_000_000_000, *, ranks: int = 1, took_s: float | None = None, **more: float) -> grace.Plan:
     speed = Bandwidth(256_000_000, (1.28, 0.8, 1.0), 0.01)
-    step_s, margin = more.get("step_s", 1.0), more.get("margin", 1.5)
+    step_s, margin = more.get("step_s", grace.STEP_S), more.get("margin", grace.MARGIN)
     return plan(State(size, 1, "as given", took_s), speed, step_s=step_s, is_given=False, ranks=ranks, margin=margin)
 
 
