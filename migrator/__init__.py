@@ -76,6 +76,7 @@ _INSTANCE_NAMES = {
     "listening",
     "load_ckpt",
     "meter",
+    "progress",
     "register",
     "restore_random",
     "resume",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsFloat, SupportsIndex, TypeVar
 
 from migrator import events, settings
 from migrator.errors import UsageError
@@ -191,6 +191,25 @@ class Migrator:
         meter = Meter()
         self.register(name, meter)
         return meter
+
+    def progress(
+        self,
+        *,
+        epoch: SupportsIndex,
+        batch: SupportsIndex,
+        batches: SupportsIndex,
+        latency_s: SupportsFloat,
+        loss: SupportsFloat,
+        accuracy: SupportsFloat,
+    ) -> None:
+        """Print one line to stdout, in the form that KubeDL's autoscaler reads. Only rank 0 and `<job>-worker-0` print.
+
+        `latency_s`: the seconds of this batch; KubeDL ignores a line with more than 1. `accuracy`: in percent.
+        Tensors of one element are fine. What the form cannot tell is never read as something else: see docs/api.md.
+        """
+        self._listening("progress()").progress(
+            epoch=epoch, batch=batch, batches=batches, latency_s=latency_s, loss=loss, accuracy=accuracy
+        )
 
     def safe_point(self) -> None:
         """Mark a place where the loop could start again. Not needed with `batches()`."""

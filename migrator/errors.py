@@ -7,9 +7,15 @@ any other traceback from inside it is a bug.
 
 from __future__ import annotations
 
+from migrator.events import without_epoch
+
 
 class MigratorError(Exception):
     """The parent of all errors of this package."""
+
+    def __str__(self) -> str:
+        # A traceback ends with this text, in the same log as our events.
+        return without_epoch(super().__str__())
 
 
 class SettingsError(MigratorError):

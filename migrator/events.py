@@ -3,8 +3,8 @@
 Each name is listed here once with its meaning; logging a name that is not listed
 raises an error. Example: `committed ckpt=000003-000000000412 step=412 ...`.
 
-A line never contains a TAB and never begins with a capital letter: training
-operators search logs for such lines and would read them as progress of the job.
+A line never contains a TAB or the word `Epoch`: training operators search logs for
+such lines and would read them as progress of the job (`platform/progress_line.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ EVENTS = {
     "fork": "two lives continued the same ckpt; the one that trained further counts",
     "other_lineage": "there are ckpts of another lineage in the same place; they are neither loaded nor deleted",
     "other_script": "script or arguments differ from those of the life that is continued",
+    "grace_too_short": "an earlier save took at least as long as the time from SIGTERM to SIGKILL; says what to set",
     "waiting_for_leaving": "an earlier life is still saving; this life waits for its ckpt or for the end of its grace",
     "not_waiting": "an earlier life died while it was saving; this life does not wait for it",
     "setting_unknown": "a variable begins with MIGRATOR_ but is not a setting; it may be a typo",
@@ -133,8 +134,16 @@ def line(event: str, fields: dict[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
-    text = " ".join(str(value).split())
+    text = without_epoch(" ".join(str(value).split()))
     return f'"{text}"' if " " in text or text == "" else text
+
+
+def without_epoch(text: str) -> str:
+    """`Epoch` as `E\\poch`: KubeDL's controller crashes at a line that has this word and is no progress of the job.
+
+    It may be part of a path, of the name of a class, or of somebody else's error. A shell reads both alike.
+    """
+    return text.replace("Epoch", r"E\poch")
 
 
 def ensure_visible() -> None:

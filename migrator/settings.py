@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -151,6 +151,8 @@ class Settings:
     """The file of the termination message. The pod spec defines its path, so it is not an argument of `listening()`."""
     legacy_file: Path | None = None
     """The `migration.pth` of pytorchjob-migration, if its variable is set."""
+    measure: Path | None = None
+    """Nothing is loaded or saved: behind its first step the process notes here how much it would save, and ends."""
 
 
 ALIASES = {"MIGRATION_CKPT_PATH": "MIGRATOR_CKPT", "MIGRATION_SIGNAL_PATH": "MIGRATOR_SIGNAL"}
@@ -185,7 +187,22 @@ def read(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     _name_unknown_variables(environ, {meta["variable"] for meta in known.values()} | POD_VARIABLES)
     if wrong:
         raise SettingsError("settings that cannot be used:\n  " + "\n  ".join(wrong))
-    return Settings(**values, legacy_file=legacy)
+    found = Settings(**values, legacy_file=legacy)
+    return found if not environ.get(MEASURE) else _measuring(found, Path(environ[MEASURE]))
+
+
+def _measuring(found: Settings, file: Path) -> Settings:
+    """These settings, with all that is read or written beside the file: whatever the script asks for, its ckpts stay
+    as they are."""
+    return replace(
+        found,
+        ckpt=file.with_name("ckpts"),
+        signal=file.with_name("signal"),
+        resume="never",
+        termination_log=file.with_name("termination-log"),
+        legacy_file=None,
+        measure=file,
+    )
 
 
 @dataclass(frozen=True)
@@ -263,9 +280,10 @@ def _from_environment(variable: str, default: str, environ: Mapping[str, str]) -
 
 
 TERMINATION_LOG = "MIGRATOR_TERMINATION_LOG"
+MEASURE = "MIGRATOR_MEASURE"
 HOOK_VARIABLES = {"MIGRATOR_HOOK_LOGS"}
 """Variables that only the hooks read."""
-POD_VARIABLES = {TERMINATION_LOG}
+POD_VARIABLES = {TERMINATION_LOG, MEASURE}
 """Variables that the trainer reads from its environment, and that are not arguments."""
 
 _OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_[A-Z]+(_[A-Z]+)?)?)")

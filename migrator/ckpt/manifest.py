@@ -32,6 +32,8 @@ FORMAT = 2
 """The number of the format that is written."""
 MANIFEST_LIMIT = 256 << 20
 """Bytes of a manifest at most. Anything large belongs into a part."""
+_TOOK_MOST_S = 1e6
+"""Seconds that a save may have taken; a longer time is none."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -85,6 +87,14 @@ class Manifest:
     def bytes(self) -> int:
         """The size of all parts."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds that the save took; None if an older version wrote it."""
+        found = self.written.get("took_s")
+        # Whatever else stands there: nothing that is loaded depends on it.
+        is_known = isinstance(found, int | float) and not isinstance(found, bool) and 0 < found < _TOOK_MOST_S
+        return found if is_known else None
 
     def to_bytes(self) -> builtins.bytes:
         payload = {

@@ -202,7 +202,11 @@ class Attempt:
             generation=self._context.generation.number,
             job=self._context.job,
             ranks=self._context.size,
-            written={**_written(), "continues": self._context.origin[0] if self._context.origin else None},
+            written={
+                **_written(),
+                "took_s": round(time.monotonic() - self._start_s, 3),
+                "continues": self._context.origin[0] if self._context.origin else None,
+            },
         )
         found = commit(self._context.storage, manifest)
         saved = self._saved((found or manifest).bytes)

@@ -33,3 +33,5 @@ class SaveContext:
     """How often this process has written into each ckpt."""
     origin: list[str] = field(default_factory=list)
     """Has the ckpt that was loaded, if one was. Manifests of this life name it in `continues`."""
+    is_warned: bool = False
+    """`listening()` has said that a save takes too long for the grace."""

@@ -23,6 +23,7 @@ from migrator.ranks.peers import Peers
 from migrator.save.context import SaveContext
 from migrator.save.group.group import Group
 from migrator.save.leaving_mark_keeper import LeavingMarkKeeper
+from migrator.save.measured import note_and_end
 from migrator.save.reply import Pod
 from migrator.save.results import GivenUp, Missed, NothingToSave, Postponed, Saved, failed_text
 from migrator.save.solo import Solo
@@ -89,6 +90,7 @@ class Saver(threading.Thread):
         self._strategy = strategy
         self._explain_nothing = explain_nothing
         self._switch_interval = SwitchInterval()
+        self._measure = tools.measure
         self._is_prepared = False
         self._is_closed = False
         self._has_ended = False
@@ -199,6 +201,8 @@ class Saver(threading.Thread):
         self._is_prepared = True
         capture = self._context.gate.capture
         try:
+            if capture is not None and self._measure is not None:
+                note_and_end(self._measure, self._context)
             if capture is not None and self._context.writes:
                 self._context.storage.expect(sum(tensor.nbytes for tensor in self._context.capturer.live(capture)))
         except Exception as error:  # the first save takes longer, and nothing else

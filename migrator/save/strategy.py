@@ -46,13 +46,14 @@ class SaverTools:
         self.context = context
         self.leaving = leaving
         self.grace_s = settings.grace_s
+        self.measure = settings.measure
         self.cond = threading.Condition()
         """Guards what was asked for; the saving thread waits at it. Taken before the gate's lock, never inside it."""
         self.schedule = Schedule(settings.every, keeps_time=context.rank == 0)
         self.ckpts = SavedCkpts(context, keep=settings.keep)
         self.changed_objects = ChangedObjects(context.gate)
         self.reply = Reply(settings, leaving, file, pod or Pod())
-        self.speed = Speed(settings.grace_s, warns=self.reply.speaks)
+        self.speed = Speed(settings.grace_s, warns=self.reply.speaks and not context.is_warned)
         self.cost = Cost(context.gate, warns=context.rank == 0)
         self.attempts = AttemptFactory(context, leaving, self.speed, self.reply.for_hook, on_advance)
 

@@ -35,7 +35,8 @@ from migrator.notice import inbox
 from migrator.notice.inbox import NoticeInbox
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
-from migrator.platform import launcher
+from migrator.platform import container, launcher
+from migrator.platform.progress_line import ProgressLine
 from migrator.ranks import joining, place, rendezvous
 from migrator.save import engine
 from migrator.save.context import SaveContext
@@ -118,7 +119,9 @@ class Session:
         self._candidates = Candidates(settings, storage, found, load)
         self._capturer = Capturer(registry)
         self.gate = Gate(self._capturer, leaving)
-        context = SaveContext(storage, found.generation, settings.job, registry, self._capturer, self.gate)
+        context = SaveContext(
+            storage, found.generation, settings.job, registry, self._capturer, self.gate, is_warned=found.is_warned
+        )
         if group is None:
             self._saver = engine.alone(context, settings, leaving, self._file, self._explain_nothing)
         else:
@@ -157,6 +160,9 @@ class Session:
         self._requested_save = RequestedSave(
             self.gate, self.safe_points, self._saver, leaving=leaving, departure=self._departure
         )
+        # KubeDL looks at the log of this pod. With a master, or under torchrun, rank 0 may be in another one.
+        is_worker_0 = self._speaks_for_pod and container.pod_name().endswith("-worker-0")
+        self._progress_line = ProgressLine(is_shown=events.rank == 0 or is_worker_0, ranks=size)
         self._end = SessionEnd(
             settings,
             noticed=self._noticed,
@@ -255,6 +261,10 @@ class Session:
     def epochs(self, total: int, *, name: str, start: int | None) -> Iterator[int]:
         """`migrator.epochs()`"""
         return self.safe_points.epochs(total, name=name, start=start)
+
+    def progress(self, **given: Any) -> None:
+        """`migrator.progress()`"""
+        self._progress_line.print(**given)
 
     def safe_point(self) -> None:
         """`migrator.safe_point()`"""

@@ -19,6 +19,8 @@ from torch import distributed
 
 from migrator.ckpt import catalog, continuation, generations, leaving_mark
 from migrator.ckpt.generations import Generation
+from migrator.ckpt.manifest import MANIFEST_LIMIT, Manifest
+from migrator.ckpt.names import manifest_name
 from migrator.errors import Migrated, MigratorError, NoUsableCkpt, UsageError
 from migrator.events import log
 from migrator.leaving.staying import wait_for_agent
@@ -27,6 +29,7 @@ from migrator.notice.inbox import NoticeInbox
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
 from migrator.platform import container, launcher
+from migrator.save import speed
 from migrator.settings import Every, Settings
 from migrator.storage.base import Storage
 
@@ -55,10 +58,17 @@ class StartingPoint:
     """The ckpts that it can go on from, furthest first."""
     every: Every
     """How often a save is made."""
+    is_warned: bool = False
+    """The log says that a save takes too long for the grace."""
 
     def to_json(self) -> dict[str, Any]:
         generation = {**asdict(self.generation), "proven": sorted(self.generation.proven), "differs": {}}
-        return {"generation": generation, "ckpts": self.ckpts, "every": asdict(self.every)}
+        return {
+            "generation": generation,
+            "ckpts": self.ckpts,
+            "every": asdict(self.every),
+            "is_warned": self.is_warned,
+        }
 
     @staticmethod
     def from_json(found: dict[str, Any]) -> StartingPoint:
@@ -70,7 +80,9 @@ class StartingPoint:
             frozenset(got["proven"]),
             is_claimed=got["is_claimed"],
         )
-        return StartingPoint(generation, tuple(found["ckpts"]), Every(**found["every"]))
+        return StartingPoint(
+            generation, tuple(found["ckpts"]), Every(**found["every"]), is_warned=found.get("is_warned", False)
+        )
 
 
 def begin_generation(settings: Settings, storage: Storage, notices: Notices, about: dict[str, Any]) -> StartingPoint:
@@ -106,7 +118,19 @@ def begin_generation(settings: Settings, storage: Storage, notices: Notices, abo
             f"under {storage.root}. Is the volume mounted, and are MIGRATOR_CKPT and MIGRATOR_JOB "
             "those of the run to be continued?"
         )
-    return StartingPoint(generation, tuple(ckpts), settings.every)
+    is_warned = not notices.has_notice and _warn_of_grace(settings, storage, ckpts)
+    return StartingPoint(generation, tuple(ckpts), settings.every, is_warned=is_warned)
+
+
+def _warn_of_grace(settings: Settings, storage: Storage, ckpts: list[str]) -> bool:
+    """Whether the save of the ckpt that will be loaded took too long for the grace."""
+    try:
+        manifest = Manifest.from_bytes(storage.get(manifest_name(ckpts[0]), limit=MANIFEST_LIMIT)) if ckpts else None
+    except MigratorError:
+        return False  # it is named when it is loaded
+    if manifest is None or manifest.took_s is None:
+        return False
+    return speed.warn_before(manifest.ckpt, manifest.bytes, manifest.took_s, grace_s=settings.grace_s)
 
 
 def legacy_file(settings: Settings, ckpts: list[str]) -> Path | None:

@@ -105,6 +105,7 @@ MOMENTS = {
     "Updates by hand": ["default backward 3", "default backward 8"],
     "Several folds": ["fold-0 step 4", "fold-1 step 2", "fold-1 backward 6"],
     "Augmentation in workers": ["default step 2", "default backward 5", "default step 9"],
+    "Progress for KubeDL": ["default step 2", "default backward 8", "default step 9"],
 }
 
 

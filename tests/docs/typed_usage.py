@@ -81,6 +81,13 @@ def train(data: Dataset[tuple[torch.Tensor, torch.Tensor]], model: torch.nn.Modu
     samples: int = len(migrator.batches(loader).dataset)
     migrator.batches(loader).sampler.set_epoch(samples)
 
+    migrator.progress(epoch=1, batch=20, batches=len(loader), latency_s=0.2, loss=torch.ones(()), accuracy=50)
+    assert_type(
+        migrator.progress(
+            epoch=torch.tensor(1), batch=20, batches=30, latency_s=0.2, loss=1.0, accuracy=torch.tensor(50.0)
+        ),
+        None,
+    )
     assert_type(migrator.safe_point(), None)
     assert_type(migrator.close(), None)
     assert_type(migrator.watch(), None)
@@ -141,6 +148,8 @@ def misuse_is_refused(loader: list[int]) -> None:
     migrator.save_ckpt(wait="no")  # type: ignore[arg-type]
     migrator.batches(iter(loader))  # type: ignore[arg-type]
     migrator.resume = True  # type: ignore[misc]
+    migrator.progress(1, 2, 3, 0.2, 1.0, 50.0)  # type: ignore[call-arg]
+    migrator.progress(epoch="1", batch=2, batches=3, latency_s=0.2, loss=1.0, accuracy=50)  # type: ignore[arg-type]
     migrator.no_such_thing()  # type: ignore[attr-defined]
     ElasticSampler(1000, True)  # type: ignore[call-arg]
     text: str = migrator.load_ckpt()  # type: ignore[assignment]

@@ -64,6 +64,7 @@ def saver(strategy: Strategy, **leaving: Any) -> Saver:
         cost=None,
         attempts=SimpleNamespace(end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
+        measure=None,
     )
     return Saver(shared, strategy, lambda: NOTHING)  # type: ignore[arg-type]
 
@@ -147,6 +148,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         cost=SimpleNamespace(begin=lambda: None),
         attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None),
         reply=SimpleNamespace(for_hook=None),
+        measure=None,
     )
     Saver(shared, strategy, lambda: NOTHING)._save_and_go_on()
 

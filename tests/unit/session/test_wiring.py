@@ -50,6 +50,8 @@ def test_no_part_gets_a_callback_after_it_was_made() -> None:
 def test_all_ranks_start_from_what_rank_0_found() -> None:
     """The generation, the ckpts in their order and the time between saves reach the other ranks as they are."""
     generation = Generation(4, 3, (4, 3, 1), frozenset({3, 1}), is_claimed=True)
-    found = StartingPoint(generation, ("000003-000000000007", "000001-000000000009"), Every(seconds=2.5))
+    found = StartingPoint(
+        generation, ("000003-000000000007", "000001-000000000009"), Every(seconds=2.5), is_warned=True
+    )
 
     assert StartingPoint.from_json(json.loads(json.dumps(found.to_json()))) == found
