@@ -27,6 +27,7 @@ from migrator.notice.inbox import NoticeInbox
 from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
 from migrator.platform import container, launcher
+from migrator.session.memory_before import log_memory_before
 from migrator.settings import Every, Settings
 from migrator.storage.base import Storage
 
@@ -93,6 +94,7 @@ def begin_generation(settings: Settings, storage: Storage, notices: Notices, abo
 
         with contextlib.suppress(_Noticed):
             leaving_mark.wait_for_leaving(storage, generation.lineage, sleep=sleep)
+            log_memory_before(storage, generation.continues)
 
     def find() -> list[str]:
         return catalog.furthest_first(storage, generation)
