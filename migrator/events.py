@@ -34,6 +34,7 @@ EVENTS = {
     "grace_too_short": "an earlier save took at least as long as the time from SIGTERM to SIGKILL; says what to set",
     "waiting_for_leaving": "an earlier life is still saving; this life waits for its ckpt or for the end of its grace",
     "not_waiting": "an earlier life died while it was saving; this life does not wait for it",
+    "memory_before": "the life before ended without a last save; shows how much memory it used, and what a save needs",
     "setting_unknown": "a variable begins with MIGRATOR_ but is not a setting; it may be a typo",
     "setting_alias": "a variable of pytorchjob-migration is used",
     # loading

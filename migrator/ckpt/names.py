@@ -1,6 +1,6 @@
 """What the files of a job are called. Names are built and parsed here and nowhere else.
 
-generations/000007.json                  the record of a life; .leaving and .from lie beside it
+generations/000007.json                  the record of a life; .leaving, .from and .memory-00000 lie beside it
 000007-000000000412/                     a ckpt: generation - step
     part-00000-of-00002.safetensors      a share of the large tensors
     own-of-rank-00001.safetensors        what one rank has for itself
@@ -24,6 +24,7 @@ _BY = r"rank-[0-9]{5}(?:-[0-9]{1,9})?"
 _PART = re.compile(rf"(?:part-([0-9]{{5}})-of-([0-9]{{5}})(?:-{_BY})?|own-of-{_BY})\.safetensors", re.ASCII)
 _RECORD = re.compile(r"([0-9]{6,18})\.json", re.ASCII)
 _NOTE = re.compile(r"([0-9]{6,18})\.from", re.ASCII)
+_MEMORY_NOTE = re.compile(r"([0-9]{6,18})\.memory-([0-9]{5,9})", re.ASCII)
 _RANK_RECORD = re.compile(r"rank-([0-9]{5})\.json", re.ASCII)
 
 
@@ -110,6 +111,20 @@ def note_name(generation: int) -> str:
 def parse_note_name(name: str) -> int | None:
     """The generation, by a name listed in `GENERATIONS`; None if it is not that of a note."""
     return _number(_NOTE, name)
+
+
+def memory_note_name(generation: int, rank: int) -> str:
+    """The file that says how much memory a pod of a life uses; the rank speaks for the pod."""
+    return f"{GENERATIONS}/{generation:06d}.memory-{rank:05d}"
+
+
+def parse_memory_note_name(name: str) -> tuple[int, int] | None:
+    """(generation, rank), by a name listed in `GENERATIONS`; None if it is not that of such a note."""
+    match = _MEMORY_NOTE.fullmatch(name)
+    if match is None:
+        return None
+    found = int(match[1]), int(match[2])
+    return found if memory_note_name(*found) == f"{GENERATIONS}/{name}" else None
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from migrator.ckpt import catalog, generations, leaving_mark, names
+from migrator.ckpt import catalog, generations, leaving_mark, memory_note, names
 from migrator.ckpt.generations import Generation
 from migrator.ckpt.names import MANIFEST, file_in, is_part_name, manifest_name, parse_ckpt_name, parse_rank_record_name
 from migrator.errors import CkptCorrupt, CkptMismatch, StorageError, StorageNotFoundError
@@ -130,7 +130,7 @@ def _delete(storage: Storage, name: str) -> None:
 
 
 def _sweep(storage: Storage, generation: Generation, kept: list[str], ours: frozenset[int]) -> None:
-    """What dead writers left: unfinished files, old marks, files that a ckpt does not need."""
+    """What dead writers left: unfinished files, old marks and notes, files that a ckpt does not need."""
     began = storage.modified(names.record_name(generation.number))
     for directory in ("", names.GENERATIONS):
         for leftover in storage.leftovers(directory):
@@ -141,6 +141,8 @@ def _sweep(storage: Storage, generation: Generation, kept: list[str], ours: froz
     for number in ours - {generation.number}:
         # None of them is leaving any more: otherwise `ours` would be this generation alone.
         leaving_mark.unmark_leaving(storage, number)
+    # What they say was logged when this life began.
+    memory_note.forget_notes(storage, ours - {generation.number})
     for name in kept[1:]:
         if _age(name)[0] in ours:
             _sweep_ckpt(storage, name)

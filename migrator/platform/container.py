@@ -1,4 +1,4 @@
-"""Where this process runs: pod, container, memory."""
+"""Where this process runs: pod and container."""
 
 from __future__ import annotations
 
@@ -68,23 +68,3 @@ def is_on_container_filesystem(path: Path) -> bool:
         if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best):
             best, kind = point, tail.split()[0]
     return best == "/" and kind == "overlay"
-
-
-def free_memory() -> int:
-    """Bytes that this process can still allocate: the available memory of the machine, at most the cgroup's limit."""
-    free = 1 << 62
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # "max" means no limit
-            continue
-    return max(0, free)

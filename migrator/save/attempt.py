@@ -196,8 +196,9 @@ class Attempt:
         return self._exchange.is_committed(self.name)
 
     def commit(self) -> Saved:
-        """Make it exist. All shares have to be there."""
+        """Make it exist. All shares have to be there, and what ranks have registered as their own."""
         gathering, _ = self._gathered
+        self._check_own(gathering)
         manifest = gathering.manifest(
             generation=self._context.generation.number,
             job=self._context.job,
@@ -206,6 +207,7 @@ class Attempt:
                 **_written(),
                 "took_s": round(time.monotonic() - self._start_s, 3),
                 "continues": self._context.origin[0] if self._context.origin else None,
+                **({} if self._may_open else {"leaving": True}),
             },
         )
         found = commit(self._context.storage, manifest)
@@ -221,6 +223,16 @@ class Attempt:
             took_s=saved.took_s,
         )
         return saved
+
+    def _check_own(self, gathering: Gathering) -> None:
+        """A rank that lost what it registered as its own could only be given another rank's, in the next life."""
+        own = self._context.registry.own_by_script
+        lost = sorted(set(range(self._context.size)) - gathering.records.keys()) if own else []
+        if lost:
+            raise SaveFailed(
+                f"rank {', '.join(map(str, lost))} is lost, and with it what only it had: {', '.join(sorted(own))} "
+                "(own=True). A ckpt without that would not be whole, so there is none of this step"
+            )
 
     def _saved(self, size: int) -> Saved:
         return Saved(self.name, self._capture.step, size, time.monotonic() - self._start_s)

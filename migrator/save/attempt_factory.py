@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
 
 from migrator.events import log
 from migrator.leaving.leaving import Leaving
@@ -14,7 +16,7 @@ from migrator.save.context import SaveContext
 from migrator.save.progress import ForHook, Progress
 from migrator.save.results import GivenUp
 from migrator.save.speed import Speed
-from migrator.save.staging import StagingBuffer
+from migrator.save.staging import StagingBuffer, needed_for
 from migrator.state.capture import Capture
 
 _MARGIN = 2.0
@@ -45,6 +47,17 @@ class AttemptFactory:
         self._intervals_s: deque[float] = deque(maxlen=INTERVALS)
         """Seconds between safe points, the last ones."""
         self._stepped_s: float | None = None
+        self.copy_bytes = 0
+        """What a save that goes on needs for its copies; 0: no such save is known yet."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """What copies have taken at most."""
+        return self._staging.most
+
+    def expect_copies(self, tensors: Iterable[Tensor]) -> None:
+        """Saves that go on will come, of these tensors."""
+        self.copy_bytes = needed_for(tensors)
 
     def prepare(self) -> None:
         """Take the memory for copies before the loop stands at the gate, unless it will not, or not for long."""
@@ -52,6 +65,7 @@ class AttemptFactory:
         if capture is None:
             return
         tensors = self._context.capturer.live(capture)
+        self.expect_copies(tensors)
         size = sum(tensor.nbytes for tensor in tensors)
         is_soon_written = size > SMALL_BYTES and _MARGIN * self._speed.takes_s(size) < min(
             self._intervals_s, default=0.0

@@ -87,6 +87,7 @@ class Saver(threading.Thread):
         self._reply = tools.reply
         self.for_hook = tools.reply.for_hook
         self._mark = LeavingMarkKeeper(tools.context, tools.leaving)
+        self._memory = tools.memory
         self._strategy = strategy
         self._explain_nothing = explain_nothing
         self._switch_interval = SwitchInterval()
@@ -124,6 +125,7 @@ class Saver(threading.Thread):
 
     def start(self) -> None:
         self._strategy.start(self.tell)
+        self._memory.start()
         super().start()
 
     def ask(self) -> Ticket:
@@ -166,6 +168,7 @@ class Saver(threading.Thread):
             self._cond.notify_all()
         if self.is_alive():
             self.join(timeout_s)
+        self._memory.close()
 
     # The thread.
 
@@ -203,8 +206,11 @@ class Saver(threading.Thread):
         try:
             if capture is not None and self._measure is not None:
                 note_and_end(self._measure, self._context)
-            if capture is not None and self._context.writes:
-                self._context.storage.expect(sum(tensor.nbytes for tensor in self._context.capturer.live(capture)))
+            tensors = [] if capture is None else self._context.capturer.live(capture)
+            if self._schedule.is_on:
+                self._attempts.expect_copies(tensors)
+            if tensors and self._context.writes:
+                self._context.storage.expect(sum(tensor.nbytes for tensor in tensors))
         except Exception as error:  # the first save takes longer, and nothing else
             log("storage_warning", level=logging.WARNING, why=failed_text(error))
 
@@ -275,6 +281,8 @@ class Saver(threading.Thread):
         outcome = self._last_save()
         self._mark.stop_beating()
         self._reply.answer(outcome, has_trained=self._has_trained)
+        # Before the mark goes: a life that waits for it looks for the note then.
+        self._memory.close()
         self._mark.remove(is_certain=outcome.is_safe or self._has_nothing)
         if outcome.is_safe:
             self._strategy.retire()

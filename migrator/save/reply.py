@@ -33,6 +33,8 @@ class Pod:
     position: int = 0
     """How many ranks of this pod are lower: the lowest answers the hook."""
     lower_pids: tuple[int, ...] = ()
+    ranks: int = 1
+    """How many ranks are in this pod."""
     serves_store: bool = False
     """The job's store lives in this process."""
 

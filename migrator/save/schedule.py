@@ -28,6 +28,11 @@ class Schedule:
     def has_interval(self) -> bool:
         return self._every.seconds is not None
 
+    @property
+    def is_on(self) -> bool:
+        """Periodic saves are wanted, on this rank or on all."""
+        return self._every != Every()
+
     def is_due_at(self, step: int) -> bool:
         """The safe point of this step is one that has to be saved."""
         return self._every.steps is not None and step % self._every.steps == 0
@@ -42,7 +47,7 @@ class Schedule:
 
     def retry(self) -> None:
         """A save failed: try again before the interval is over, unless no periodic saves are wanted."""
-        if self._keeps_time and self._every != Every():
+        if self._keeps_time and self.is_on:
             again_s = time.monotonic() + FAILED_AGAIN_S
             self.next_s = again_s if self.next_s is None else min(self.next_s, again_s)
 

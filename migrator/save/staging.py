@@ -11,9 +11,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from migrator.platform import container
+from migrator.platform import memory
 
-_ROOM_LEFT = 256 << 20
+ROOM_LEFT = 256 << 20
 """Bytes of free memory that copies never take."""
 
 
@@ -22,18 +22,21 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self.most = 0
+        """Bytes that copies have taken at most."""
         self.is_off = False
         """No copies are made in this save: the writing is over sooner than fresh memory would be filled."""
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Take memory for copies of these tensors, if the cgroup has it to spare."""
-        self._take(sum(map(_room_for, tensors)))
+        self._take(needed_for(tensors))
 
     def _take(self, size: int) -> None:
         self._memory = None
-        if size > 0 and size + _ROOM_LEFT < container.free_memory():
+        if size > 0 and size + ROOM_LEFT < memory.free():
             with suppress(RuntimeError, MemoryError):  # a limit on the address space: the loop waits instead
                 self._memory = torch.zeros(size, dtype=torch.uint8)
+                self.most = max(self.most, size)
 
     def copies(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Copies of all tensors, or None if there is no memory for them."""
@@ -41,7 +44,7 @@ class StagingBuffer:
             return {}
         if self.is_off:
             return None
-        needed = sum(map(_room_for, tensors.values()))
+        needed = needed_for(tensors.values())
         if self._memory is None or self._memory.numel() < needed:
             # The state has grown since: the first step makes most of an optimizer's.
             self._take(needed)
@@ -56,6 +59,11 @@ class StagingBuffer:
 
     def free(self) -> None:
         self._memory, self.is_off = None, False
+
+
+def needed_for(tensors: Iterable[Tensor]) -> int:
+    """Bytes that copies of these tensors take."""
+    return sum(map(_room_for, tensors))
 
 
 def _room_for(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from migrator.save.attempt_factory import AttemptFactory
 from migrator.save.changed_objects import ChangedObjects
 from migrator.save.context import SaveContext
 from migrator.save.cost import Cost
+from migrator.save.memory_keeper import MemoryKeeper
 from migrator.save.reply import Pod, Reply
 from migrator.save.results import Saved
 from migrator.save.saved_ckpts import SavedCkpts
@@ -52,10 +53,12 @@ class SaverTools:
         self.schedule = Schedule(settings.every, keeps_time=context.rank == 0)
         self.ckpts = SavedCkpts(context, keep=settings.keep)
         self.changed_objects = ChangedObjects(context.gate)
-        self.reply = Reply(settings, leaving, file, pod or Pod())
+        pod = pod or Pod()
+        self.reply = Reply(settings, leaving, file, pod)
         self.speed = Speed(settings.grace_s, warns=self.reply.speaks and not context.is_warned)
         self.cost = Cost(context.gate, warns=context.rank == 0)
         self.attempts = AttemptFactory(context, leaving, self.speed, self.reply.for_hook, on_advance)
+        self.memory = MemoryKeeper(context, self.attempts, pod)
 
 
 class Strategy(Protocol):

@@ -188,7 +188,7 @@ class RankGroup:
         pod = {rank: hello["pid"] for rank, hello in hellos.items() if _pod(hello) == _pod(mine)}
         lower = tuple(pid for rank, pid in pod.items() if rank < self.ranks.rank)
         self.pids = list(pod.values())
-        self.pod = replace(self.pod, position=len(lower), lower_pids=lower)
+        self.pod = replace(self.pod, position=len(lower), lower_pids=lower, ranks=len(pod))
 
     def _sees_root(self) -> bool:
         """Whether this rank finds the record that rank 0 has just written, and can write beside it."""

@@ -30,6 +30,7 @@ from migrator.notice.signal_file import SignalFile
 from migrator.notice.signal_file_owner import SignalFileOwner
 from migrator.platform import container, launcher
 from migrator.save import speed
+from migrator.session.memory_before import log_memory_before
 from migrator.settings import Every, Settings
 from migrator.storage.base import Storage
 
@@ -105,6 +106,7 @@ def begin_generation(settings: Settings, storage: Storage, notices: Notices, abo
 
         with contextlib.suppress(_Noticed):
             leaving_mark.wait_for_leaving(storage, generation.lineage, sleep=sleep)
+            log_memory_before(storage, generation.continues)
 
     def find() -> list[str]:
         return catalog.furthest_first(storage, generation)

@@ -88,6 +88,11 @@ class Registry:
         """What each rank has for itself, its large tensors included."""
         return {name for name, adapter in self if adapter.is_own}
 
+    @property
+    def own_by_script(self) -> set[str]:
+        """Those of them that the script registered so. A ckpt without them would not be whole."""
+        return {name for name in self.own if not isinstance(self[name], comm_hooks.HookState)}
+
     def __len__(self) -> int:
         return len(self._kinds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ PLAIN = ROOT / "examples" / "plain.py"
 EPOCHS = ROOT / "examples" / "epochs.py"
 DDP = ROOT / "examples" / "ddp.py"
 ELASTIC = ROOT / "examples" / "elastic.py"
+SERVERS = ROOT / "examples" / "parameter_server.py"
 DEMO = ROOT / "examples" / "demo.py"
 needs_s3 = pytest.mark.skipif(why_not() is not None, reason=f"LOUD: {why_not()}")
 
@@ -144,3 +146,112 @@ def test_the_demo_on_s3_leaves_nothing_behind_when_it_is_interrupted(tmp_path: P
     assert processes_with(tmp_path) == []
     assert not (out / "seaweedfs").exists()
     assert not any(path.exists() for path in sockets(port))
+
+
+# Parameter servers: each rank has state of its own.
+
+
+def trained_by(directory: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
+    """What each rank of the parameter servers' example has written at its end."""
+    return [torch.load(directory / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def assert_equal_weights(one: list[dict[str, torch.Tensor]], other: list[dict[str, torch.Tensor]]) -> None:
+    assert [weights.keys() for weights in one] == [weights.keys() for weights in other]
+    for here, there in zip(one, other, strict=True):
+        assert all(torch.equal(here[key], there[key]) for key in here)
+
+
+@pytest.fixture
+def servers(job: Job) -> Job:
+    return job.use(SERVERS)
+
+
+WHOLE = ("--servers", "2", "--epochs", "2", "--weights", "whole")
+BY_RANKS = 4
+STEPS = 200
+"""Of two epochs: 6000 samples, 30 for each of two workers in a round."""
+
+
+def whole(job: Job) -> list[dict[str, torch.Tensor]]:
+    """What a run that was never stopped ends with."""
+    apart = {"MIGRATOR_CKPT": str(job.directory / "apart"), "MIGRATOR_SIGNAL": str(job.directory / "apart-signal")}
+    gang = job.gang(BY_RANKS, *WHOLE, **apart)
+    assert gang.wait() == [0] * BY_RANKS, gang.text
+    return trained_by(job.directory / "whole", BY_RANKS)
+
+
+def steps_of(log: Path, rank: int) -> list[int]:
+    file = log / f"rank-{rank}.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+
+@pytest.mark.parametrize("told", [0, 3], ids=["a server", "a worker"])
+def test_parameter_servers_that_are_stopped_go_on_as_if_nothing_had_happened(servers: Job, told: int) -> None:
+    """One process hears that it must leave. Resumed, each rank has its own rows or layers, bit for bit."""
+    log = servers.directory / "steps"
+    arguments = (*WHOLE[:-1], "stopped", "--steps", str(log))
+    gang = servers.gang(BY_RANKS, *arguments, pods=BY_RANKS)
+    until(lambda: len(steps_of(log, told)) >= 130, "step 130", context=lambda: gang.text)
+    gang.kill(ranks=[told])
+    assert gang.wait() == [143] * BY_RANKS, gang.text
+    last = servers.gang(BY_RANKS, *arguments, pods=BY_RANKS)
+    assert last.wait() == [0] * BY_RANKS, last.text
+
+    assert_equal_weights(trained_by(servers.directory / "stopped", BY_RANKS), whole(servers))
+    assert all(steps_of(log, rank) == list(range(1, STEPS + 1)) for rank in range(BY_RANKS))
+    assert not last.events("own_of_another_rank")
+    assert not gang.events("ranks_differ")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("lost", [1, 2], ids=["a server", "a worker"])
+def test_a_parameter_server_or_worker_that_is_killed_costs_the_interval(servers: Job, lost: int) -> None:
+    """torchrun starts all of them again, from the last periodic ckpt; none was made without the rows of that server."""
+    log = servers.directory / "steps"
+    run = servers.torchrun(
+        *(*WHOLE[:-1], "killed", "--steps", str(log)),
+        nproc=BY_RANKS,
+        max_restarts=1,
+        env={"MIGRATOR_EVERY": str(EVERY)},
+    )
+    until(lambda: len(steps_of(log, lost)) >= 110 and ckpts_at(servers), "step 110", context=lambda: run.text)
+    worker = run.lives[0][lost]
+    os.kill(worker.pid, signal.SIGKILL)
+    assert run.wait() == 0, run.text
+
+    for rank in range(BY_RANKS):
+        steps = steps_of(log, rank)
+        (again,) = [i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1]
+        resumed, reached = steps[again], steps[again - 1]
+        assert (resumed - 1) % EVERY == 0, "it went on from a periodic ckpt"
+        assert 0 <= reached - (resumed - 1) <= 2 * EVERY, "the interval, and a save that was under way"
+        assert steps == [*range(1, reached + 1), *range(resumed, STEPS + 1)]
+    assert not run.events("own_of_another_rank"), run.text
+    assert_equal_weights(trained_by(servers.directory / "killed", BY_RANKS), whole(servers))
+
+
+EVERY = 10
+"""Steps from one periodic save to the next."""
+
+
+def ckpts_at(job: Job) -> list[int]:
+    return [int(name.rpartition("-")[2]) for name in job.ckpts()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count"), [(3, "2"), (3, "1"), (4, "1")], ids=["fewer workers", "fewer servers", "other roles"]
+)
+def test_parameter_servers_refuse_another_layout(servers: Job, ranks: int, count: str) -> None:
+    """Nobody can tell which rows belong to which of other servers: nothing is trained with the wrong ones."""
+    log = servers.directory / "steps"
+    gang = servers.gang(BY_RANKS, "--servers", "2", "--steps", str(log), pods=BY_RANKS)
+    until(lambda: len(steps_of(log, 0)) >= 5, "step 5", context=lambda: gang.text)
+    gang.kill(ranks=[0])
+    assert gang.wait() == [143] * BY_RANKS, gang.text
+    before = [steps_of(log, rank) for rank in range(BY_RANKS)]
+
+    other = servers.gang(ranks, "--servers", count, "--steps", str(log), pods=ranks)
+    assert all(other.wait()), other.text
+    assert all("CkptMismatch" in text for text in other.texts), other.text
+    assert [steps_of(log, rank) for rank in range(BY_RANKS)] == before

@@ -23,7 +23,8 @@ def headings() -> list[str]:
 
 
 (HEAD,) = blocks(PAGE.partition("\n## ")[0])
-RECIPES = {name: blocks(text) for name, text in zip(headings(), PAGE.split("\n## ")[1:], strict=True)}
+SECTIONS = dict(zip(headings(), PAGE.split("\n## ")[1:], strict=True))
+RECIPES = {name: found for name, text in SECTIONS.items() if (found := blocks(text))}
 
 
 def recipe(name: str) -> str:
@@ -117,7 +118,17 @@ def test_a_recipe_resumes_bit_for_bit(job: Job, name: str) -> None:
 
 def test_the_page_begins_with_a_list_of_its_recipes() -> None:
     (contents, *_) = PAGE.split("\n## ")
-    assert re.findall(r"^\| \[(.+?)\]\(#\S+\) \|", contents, flags=re.M) == [*RECIPES] == [*MOMENTS]
+    assert re.findall(r"^\| \[(.+?)\]\(#\S+\) \|", contents, flags=re.M) == [*SECTIONS]
+    assert [*RECIPES] == [*MOMENTS]
+
+
+def test_a_section_without_a_script_names_an_example_that_is_tested() -> None:
+    """Nothing on this page is only said."""
+    tested = (ROOT / "tests" / "docs" / "test_examples.py").read_text()
+    for name in SECTIONS.keys() - RECIPES.keys():
+        examples = re.findall(r"\]\(\.\./examples/(\w+\.py)\)", SECTIONS[name])
+        assert examples, name
+        assert all(f'"{example}"' in tested for example in examples), name
 
 
 def test_a_step_that_the_scaler_skips_is_trained_once_and_nothing_is_said(job: Job) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
 
-from tests.support.harness import Job
+from tests.support.harness import Job, until
 from tests.support.rank_processes import Gang
 
 # Each rank has a batch fetched ahead, and a model that it trains for itself. Both are far above what is copied.
@@ -124,6 +125,33 @@ def test_on_another_number_of_ranks_it_is_said(job: Job) -> None:
     gang = finish(job.gang(3, STEPS="0"))
 
     assert [rank for rank, _ in gang.events("own_of_another_rank")] == [0, 1, 2], gang.text
+
+
+def test_without_the_own_state_of_a_lost_rank_there_is_no_ckpt(job: Job) -> None:
+    """The next life would give rank 1 what rank 0 had. So all go on from the last periodic ckpt, each with its own."""
+    hold = """
+    if state["step"] == 5 and "HOLD" in os.environ:
+        migrator.safe_point()
+        print("holds", flush=True)
+        time.sleep(60)
+"""
+    job.write(SCRIPT.replace("    migrator.safe_point()\n", hold + "    migrator.safe_point()\n"))
+    job.env["MIGRATOR_GRACE_S"] = "6"
+    first = job.gang(2, STEPS="6", EVERY="3", HOLD="yes", pods=2)
+    first.wait_for("^holds$")
+    until(lambda: any(name.endswith("-000000000003") for name in job.ckpts()), "the periodic ckpt")
+    first.kill(signal.SIGKILL, ranks=[1])
+    first.kill(ranks=[0])
+
+    assert first[0].wait() == 143, first.text
+    (failed,) = first[0].events("save_failed")
+    assert failed["why"].startswith(
+        '"rank 1 is lost, and with it what only it had: ahead, local, local_optimizer (own=True)'
+    )
+    assert job.ckpts() == ["000001-000000000003"]
+    second = finish(job.gang(2, STEPS="0", pods=2))
+    assert lines(second, "resumed") == [{3: found[3]} for found in lines(first, "step")]
+    assert not second.events("own_of_another_rank")
 
 
 def test_it_has_to_be_own_on_all_ranks(job: Job) -> None:

@@ -57,6 +57,7 @@ NOT_REACHED: dict[str, str] = {
     "own_of_another_rank": "a line of a load that changes nothing on the volume, as `random_derived`, which is swept",
     "exit_code_changed": "the process does nothing behind it but end; the ckpt is committed and answered for before it",
     "signal_early": "a life that is told so early touches nothing on the volume: jobs/test_early_notice.py",
+    "memory_before": "it takes a life of two seconds that was killed; nothing is written for it: pods/test_memory.py",
     "fork": "it takes two lives at once: jobs/test_notices.py",
     **dict.fromkeys(
         ("count_begins_anew", "loops_alike", "workers_persist", "loader_too_large"),

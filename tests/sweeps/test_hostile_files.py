@@ -39,6 +39,7 @@ from migrator import settings
 from migrator.ckpt import catalog, generations, leaving_mark, names
 from migrator.ckpt.digests import block_digest, digest_of_blocks
 from migrator.ckpt.manifest import Manifest, objects_from
+from migrator.ckpt.memory_note import MemoryNote
 from migrator.ckpt.names import MANIFEST
 from migrator.ckpt.rank_record import RankRecord
 from migrator.ckpt.sealed import seal
@@ -47,6 +48,7 @@ from migrator.errors import CkptCorrupt, CkptMismatch, MigratorError, SettingsEr
 from migrator.notice.signal_file import INIT, SAVE, WORDS, SignalFile, open_deadline
 from migrator.ranks.shares import Gathering, Plan
 from migrator.save.progress import ForHook
+from migrator.session import memory_before
 from migrator.settings import Settings
 from migrator.storage.posix import PosixStorage
 from tests.support import chance
@@ -1095,6 +1097,9 @@ def test_any_record_of_a_life_leaves_the_newest_ckpt_in_reach(job: Victim, numbe
     check_generation(job, number, data)
 
 
+NOTE = json.loads(MemoryNote(5, 9, 2, 1, 0, 0, "a", "b").to_bytes())
+
+
 def check_mark(victim: Victim, data: bytes) -> None:
     with in_generations(victim, "000002.leaving", data):
         check_life(victim, len(data))
@@ -1118,6 +1123,28 @@ def test_no_mark_makes_a_life_wait_for_longer_than_anybody_may_ask(job: Victim, 
 def test_any_mark_is_no_more_than_a_wait(job: Victim, data: bytes) -> None:
     """Nothing but time can come of it."""
     check_mark(job, data)
+
+
+def check_note(victim: Victim, data: bytes) -> None:
+    """A note of the memory that the life before used: a line of the log, or none, and nothing else."""
+    with in_generations(victim, "000002.memory-00000", data):
+        check_life(victim, len(data))
+        with within(20), measured(FREE + TIMES * (len(data) + 10_000), closely=False), watched(victim.root):
+            memory_before.log_memory_before(victim.ckpts.storage, 2)
+
+
+@some(60)
+@given(
+    st.binary(max_size=60)
+    | json_values.map(lambda value: json.dumps(value).encode())
+    | st.dictionaries(st.sampled_from([*NOTE]), json_values | st.integers(0, 1 << 64)).map(
+        lambda said: json.dumps({**NOTE, **said}).encode()
+    )
+    | st.sampled_from([b"[" * 100_000, b'{"peak":' + b"9" * 5000 + b"}"])
+)
+def test_any_note_of_memory_is_no_more_than_a_line(job: Victim, data: bytes) -> None:
+    """Nothing depends on it."""
+    check_note(job, data)
 
 
 # The signal file.

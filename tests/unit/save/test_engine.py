@@ -63,6 +63,7 @@ def saver(strategy: Strategy, **leaving: Any) -> Saver:
         speed=None,
         cost=None,
         attempts=SimpleNamespace(end=lambda: None),
+        memory=None,
         reply=SimpleNamespace(for_hook=None),
         measure=None,
     )
@@ -147,6 +148,7 @@ def test_what_goes_wrong_after_a_commit_is_no_failed_save(caplog: pytest.LogCapt
         speed=SimpleNamespace(note=fails, warn_if_too_long=lambda saved: None),
         cost=SimpleNamespace(begin=lambda: None),
         attempts=SimpleNamespace(prepare=lambda: None, end=lambda: None),
+        memory=None,
         reply=SimpleNamespace(for_hook=None),
         measure=None,
     )
@@ -197,11 +199,13 @@ def test_a_notice_in_the_midst_of_a_save_is_not_slowed_down_by_its_end(usual_s: 
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("is_periodic", [False, True])
 def test_what_is_prepared_can_not_end_the_saving_thread(
-    caplog: pytest.LogCaptureFixture, fails: bool, writes: bool
+    caplog: pytest.LogCaptureFixture, fails: bool, writes: bool, is_periodic: bool
 ) -> None:
-    """It only makes the first save quicker. It is done once, of what is there behind the first step."""
+    """It makes the first save quicker, and says what periodic ones copy. It is done once, behind the first step."""
     expected: list[int] = []
+    copied: list[int] = []
 
     def expect(size: int) -> None:
         expected.append(size)
@@ -217,10 +221,14 @@ def test_what_is_prepared_can_not_end_the_saving_thread(
         capturer=SimpleNamespace(live=lambda capture: [SimpleNamespace(nbytes=3), SimpleNamespace(nbytes=4)]),
     )
     works._context = context
+    attempts: Any = SimpleNamespace(expect_copies=lambda tensors: copied.append(len(tensors)))
+    schedule: Any = SimpleNamespace(is_on=is_periodic)
+    works._attempts, works._schedule = attempts, schedule
     assert not works._is_unprepared
     gate.capture, gate.phase = object(), Phase.CLEAN
     assert works._is_unprepared
     works._prepare()
     assert not works._is_unprepared
     assert expected == [7] * writes
+    assert copied == [2] * is_periodic
     assert ("a bug" in caplog.text) is (fails and writes)
