@@ -25,7 +25,7 @@ import numpy
 from faults_history import History, Life
 
 from migrator.testing import Kubelet, Pod, Stop
-from migrator.testing.controllers import free_port
+from migrator.testing.gangs import free_port
 
 HERE = Path(__file__).resolve().parent
 TRAINING = HERE / "faults_training.py"
