@@ -142,13 +142,15 @@ def run_apart(scenario: Scenario, directory: Path) -> Row:
     with subprocess.Popen([*command, "--dir", str(directory)], stdout=subprocess.PIPE, text=True) as process:
         try:
             out, _ = process.communicate(timeout=SCENARIO_S)
-        except BaseException:
+        except BaseException as error:
             # It ends its pods. If it does not, they end with it.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60)
             process.kill()
-            raise
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return Row(scenario.name, scenario.is_announced, wrong=[f"not over within {SCENARIO_S:.0f} s"])
     lines = out.splitlines()
     if process.returncode or not lines:
         wrong = f"its process ended with {process.returncode}"

@@ -93,6 +93,7 @@ def test_the_page_says_what_each_directory_of_tests_contains() -> None:
         "the exit code, or which process stays under an agent",
         "how ranks wait for one another",
         "the interval of periodic saves",
+        "a row of the fault table",
         "a documentation page",
     ],
 )
