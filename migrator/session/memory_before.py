@@ -87,10 +87,9 @@ def _ranks_that_left(storage: Storage, generation: int, ranks: Any) -> set[int]:
 def _killed(note: MemoryNote) -> int:
     """From the note itself; or, in the same container still, from what the kernel has counted since."""
     killed = note.killed
-    here = memory.of_container()
-    is_same = bool(note.container) and note.container == container.container_life()
-    if is_same and here is not None and here.kills is not None and note.kills is not None:
-        killed = max(killed, here.kills - note.kills)
+    if note.container and note.kills is not None and note.container == container.container_life():
+        here = memory.of_container()
+        killed = max(killed, (here.kills or 0) - note.kills) if here else killed
     return killed
 
 

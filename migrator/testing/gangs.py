@@ -7,6 +7,7 @@ has ended. Pods that stay keep their container, if the launcher in it does.
 from __future__ import annotations
 
 import abc
+import atexit
 import itertools
 import random
 import socket
@@ -314,3 +315,10 @@ def free_port() -> int:
 _held: deque[socket.socket] = deque()
 _HELD_AT_MOST = 100
 """Numbers of ports that one process holds, the newest ones."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Python warns of each socket that is left open, behind the last line of a test run."""
+    while _held:
+        _held.pop().close()

@@ -186,7 +186,9 @@ def steps_of(log: Path, rank: int) -> list[int]:
     return [json.loads(line)["step"] for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
 
-@pytest.mark.parametrize("told", [0, 3], ids=["a server", "a worker"])
+@pytest.mark.parametrize(
+    "told", [pytest.param(0, id="a server"), pytest.param(3, id="a worker", marks=pytest.mark.long)]
+)
 def test_parameter_servers_that_are_stopped_go_on_as_if_nothing_had_happened(servers: Job, told: int) -> None:
     """One process hears that it must leave. Resumed, each rank has its own rows or layers, bit for bit."""
     log = servers.directory / "steps"
@@ -204,6 +206,7 @@ def test_parameter_servers_that_are_stopped_go_on_as_if_nothing_had_happened(ser
     assert not gang.events("ranks_differ")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("lost", [1, 2], ids=["a server", "a worker"])
 def test_a_parameter_server_or_worker_that_is_killed_costs_the_interval(servers: Job, lost: int) -> None:

@@ -72,6 +72,7 @@ def run(tmp_path: Path, *arguments: str, timeout_s: float) -> dict[str, Any]:
 # Real runs.
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_a_fault_without_notice_costs_no_more_than_the_interval(tmp_path: Path) -> None:

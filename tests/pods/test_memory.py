@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from migrator.ckpt.manifest import Manifest
 from migrator.ckpt.names import memory_note_name
 from migrator.testing import Kubelet, Pod
 from tests.support.harness import ROOT, Job, events_in, until
@@ -89,6 +90,19 @@ def test_a_life_that_ends_by_an_exception_is_not_taken_for_killed(job: Job) -> N
     assert not life.events("memory_before")
 
 
+def test_a_ckpt_says_that_it_was_made_to_leave(job: Job) -> None:
+    """By this the next life knows that the one before was not killed, if it looks before that one deletes its note."""
+    job.write(GROWS)
+    life = job.run(MIGRATOR_EVERY="off")
+    until(lambda: note(job.root).exists(), "the note", context=lambda: life.text)
+    life.kill()
+    assert life.wait() == 143, life.text
+    assert job.run(MIGRATOR_EVERY="off", UNTIL="saved").wait() == 0
+    manifests = [Manifest.from_bytes(path.read_bytes()) for path in sorted(job.root.glob("*/*/manifest.json"))]
+
+    assert [manifest.written.get("leaving") for manifest in manifests][:2] == [True, None]
+
+
 # A real limit, and the real kernel.
 
 LIMIT = 400 * MI
@@ -100,6 +114,7 @@ if "GROUP" in os.environ:
 import torch
 from torch import nn
 from migrator import migrator
+from migrator.platform import memory
 
 model = nn.Linear(1000, 2000)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,13 +142,15 @@ while state["step"] < int(os.environ.get("STEPS", "1000000")):
     state["step"] += 1
     migrator.safe_point()
     time.sleep(0.01)
+    if "UNTIL" in os.environ and migrator.save_ckpt():
+        break
     if "FAILS" in os.environ and peak():
         raise RuntimeError("enough")
     if "GROWS" not in os.environ or not peak():
         continue
     # Nearly all, and the rest when that is noted.
     limit = int(os.environ["GROWS"])
-    if sum(map(len, taken)) < 0.8 * limit and peak() < 0.92 * limit or peak() >= 0.92 * limit:
+    if memory.of_container().used < 0.94 * limit or peak() >= 0.92 * limit:
         taken.append(bytearray(b"1") * (4 << 20))
 """
 
