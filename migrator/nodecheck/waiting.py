@@ -4,8 +4,8 @@ A call to a store whose host is frozen never returns, and neither does a kernel 
 that hangs. Python cannot end such a call, but it can stop waiting for it. The process
 has to end hard then (`os._exit`), because the interpreter's end would wait for the call.
 
-Time counts only while this process runs. A process that was frozen for a minute must
-not conclude that all others were silent for a minute.
+For a call to the store, time counts only while this process runs. A process that was
+frozen for a minute must not conclude that the store was silent for a minute.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class Waiter:
         self.stood_still_s = 0.0
         """The longest time, in seconds, for which this process did not run."""
 
-    def within(self, timeout_s: float, what: str, call: Callable[[], Value]) -> Value:
-        """The result of the call, or its exception; `StillRunning` if it does not end in time."""
+    def within(self, timeout_s: float, what: str, call: Callable[[], Value], *, is_by_clock: bool = False) -> Value:
+        """The result of the call, or its exception; `StillRunning` if it does not end in time.
+
+        `is_by_clock`: time counts also while this process stands still.
+        """
         running = _Call(call)
         threading.Thread(target=running.run, name=f"migrator-nodecheck {what}", daemon=True).start()
         counted_s = 0.0
@@ -46,7 +49,7 @@ class Waiter:
             try:
                 return running.result(look_s)
             except queue.Empty:
-                counted_s += look_s
+                counted_s += time.monotonic() - begin_s if is_by_clock else look_s
             finally:
                 self.stood_still_s = max(self.stood_still_s, time.monotonic() - begin_s - look_s)
             if counted_s >= timeout_s:

@@ -39,12 +39,14 @@ RUNS_S, STOPPED_S = 0.005, 0.15
 """How long, in seconds, a slowed process runs and stands still in turns. On a busy machine it runs for longer."""
 
 IN_SCRIPT = f"""
+import atexit
 import sys
 from datetime import timedelta
 import torch
 from torch import distributed
 from migrator import migrator
 
+atexit.register(print, "ended softly")
 distributed.init_process_group("gloo", timeout=timedelta(seconds=30))
 verdict = migrator.check_nodes(timeout_s=float(sys.argv[1]), repeat={REPEAT})
 ones = torch.ones(1)
@@ -58,12 +60,23 @@ import os
 import signal
 import socket
 import sys
+import time
 
 print("follows as", os.getpid(), *sys.argv[1:])
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
 if os.environ["RANK"] == "0":
-    server = socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    print("serves")
+    with socket.create_server(address) as server:
+        for _ in range(3):
+            server.accept()[0].sendall(b"hello")
+else:
+    while True:
+        try:
+            connection = socket.create_connection(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    print("heard", connection.recv(5))
 """
 
 
@@ -167,7 +180,7 @@ def test_good_nodes_go_on(job: Job, way: Any) -> None:
 
 
 def test_the_command_takes_over(job: Job) -> None:
-    """In the same process, with its arguments; and the port of the store is free for it."""
+    """In the same process, with its arguments. Its own server can have the port, and nobody meets the old one there."""
     follows = job.directory / "follows.py"
     follows.write_text(FOLLOWS)
 
@@ -176,7 +189,7 @@ def test_the_command_takes_over(job: Job) -> None:
     assert gang.wait() == [0] * SIZE, gang.text
     for pid, text in zip(gang.pids, gang.texts, strict=True):
         assert f"follows as {pid} --lr 0.1\n" in text
-    assert "serves\n" in gang.texts[0]
+    assert [text.count("heard b'hello'\n") for text in gang.texts] == [0, 1, 1, 1]
 
 
 def test_a_command_that_is_not_there_is_an_error(job: Job) -> None:
@@ -225,6 +238,7 @@ def test_a_rank_that_dies_in_mid_round_is_named(job: Job, way: Any) -> None:
     assert gang.wait() == [AGAIN, AGAIN, -signal.SIGKILL, AGAIN], gang.text
     assert_all_name(gang, job, 2, survivors=[0, 1, 3])
     assert "goes on" not in gang.text
+    assert gang.text.count("ended softly") == (3 if way is in_script else 0)
 
 
 def test_a_rank_that_stands_still_is_named(job: Job) -> None:
@@ -240,6 +254,20 @@ def test_a_rank_that_stands_still_is_named(job: Job) -> None:
 
     assert gang[1].wait() == EXIT_AT_FAULT, gang.text
     assert_all_name(gang, job, 1, survivors=[1])
+
+
+@pytest.mark.long
+def test_a_rank_that_stood_still_in_round_1_only_is_not_at_fault(job: Job) -> None:
+    """It runs again, and passes round 2."""
+    gang = command(job)
+    wait_for_round(gang, 1)
+    gang.freeze(1)
+    wait_for_round(gang, 2, [0, 2, 3])
+    gang.thaw(1)
+
+    assert gang.wait() == [0] * SIZE, gang.text
+    (row,) = [row for _, row in gang.events("node_times") if row["of"] == "1"]
+    assert (row["round_1"], float(row["round_2_s"]) > 0) == ("silent", True)
 
 
 @pytest.mark.long
@@ -266,14 +294,16 @@ def test_rank_0_with_the_store_dies(job: Job, way: Any) -> None:
 
 
 @pytest.mark.long
-def test_rank_0_with_the_store_stands_still(job: Job) -> None:
-    """A call to its store would never end. The others end hard, and rank 0 blames itself when it runs again."""
-    gang = command(job)
+@pytest.mark.parametrize("way", [command, in_script])
+def test_rank_0_with_the_store_stands_still(job: Job, way: Any) -> None:
+    """A call to its store never ends. The others end hard, and rank 0 blames itself when it runs again."""
+    gang = way(job)
     wait_for_round(gang, 1)
     gang.freeze(0)
     for rank in (1, 2, 3):
         assert gang[rank].wait() == AGAIN, gang.text
     assert_all_name(gang, job, 0, survivors=[1, 2, 3])
+    assert "ended softly" not in gang.text
 
     gang.thaw(0)
 

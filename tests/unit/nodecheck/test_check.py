@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from migrator.errors import SettingsError, UsageError
 from migrator.nodecheck import check, script
 from migrator.nodecheck.__main__ import main, place_of
-from migrator.nodecheck.check import Node, Options, nodes_of
+from migrator.nodecheck.check import Check, Node, Options, nodes_of
+from migrator.nodecheck.decision import Result
 from migrator.nodecheck.exchange import AGENT, Place
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0", "MASTER_PORT": "29500"}
@@ -77,6 +80,22 @@ def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.M
 
     with pytest.raises(UsageError, match=r"check_nodes\(\): WORLD_SIZE=4, but there is no process group"):
         script.check_nodes(Options())
+
+
+def test_a_round_that_is_over_is_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that stood still reads what the others have decided, and waits for no partner."""
+    caplog.set_level("INFO", logger="migrator")
+    store = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    late, other = (Check(Place(rank, 2, "127.0.0.1", store.port), Options(timeout_s=30, repeat=1)) for rank in (1, 0))
+    for one in (late, other):
+        one._exchange.connect(10)
+        one._nodes = [Node((0,)), Node((1,))]
+    other._exchange.gather("round 1", {"failed": "connect to rank 1"}, 0.1)
+
+    outcomes = late._round(1, [(0, 1)]).outcomes
+
+    assert [one.result for one in outcomes] == [Result.UNCLEAR, Result.SILENT]
+    assert "node_round" not in caplog.text
 
 
 def test_a_single_process_checks_itself(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,8 +126,16 @@ def test_the_dead_are_at_fault_and_nobody_else(count: int, data: st.DataObject) 
 def test_one_node_without_network_is_at_fault_and_nobody_else(count: int, data: st.DataObject) -> None:
     """It reports like the others, through the store, and so does each node that it meets."""
     broken = data.draw(st.integers(0, count - 1))
+    pace = {node: data.draw(st.floats(1.0, 1.5)) for node in range(count)}
 
-    assert faults(*check(count, broken={broken})).keys() == {broken}
+    assert faults(*check(count, broken={broken}, pace=pace)).keys() == {broken}
+
+
+def test_a_node_that_was_alone_meets_another_one_in_round_2() -> None:
+    """Whatever its time was: only then its network is checked at all."""
+    first = outcomes(neighbours(5), {0: 1.0, 1: 1.1, 2: 1.4, 3: 1.5, 4: 1.2})
+
+    assert len(next(group for group in anew(first) if 4 in group)) == 2
 
 
 def test_of_two_nodes_that_fail_together_both_are_blamed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch.distributed import TCPStore
 
 from migrator.nodecheck.exchange import Exchange, NotInTime, Place, StoodStill, StoreLost
 from migrator.nodecheck.waiting import Waiter
+from migrator.testing.controllers import free_port
 
 SIZE = 3
 ARRIVE_S = 20.0
@@ -114,6 +116,23 @@ def test_a_rank_that_stood_still_does_not_judge_the_others(store: TCPStore, pool
         made[0].gather("round 1", {"n": 0}, 0.1)
 
 
+def test_a_rank_leaves_when_the_server_of_the_check_has_ended(pool: ThreadPoolExecutor) -> None:
+    """What runs then may look for a server of its own at the same port."""
+    place = Place(0, 2, "127.0.0.1", free_port(), serves=True, ends_with_check=True)
+    made = [Exchange(place, Waiter()), Exchange(replace(place, rank=1, serves=False), Waiter())]
+    for exchange in made:
+        exchange.connect(10)
+    meet(pool, made, "a")
+
+    other = pool.submit(made[1].leave, (0, 1), is_end=False)
+    made[0].leave((0, 1), is_end=False)
+    with pytest.raises(TimeoutError):
+        other.result(0.5)
+    made[0].close()
+
+    other.result(2)
+
+
 def test_a_store_that_is_not_there_is_lost() -> None:
     """At once, or when the time for it is over; the message names the address and who should serve it."""
     served = TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -122,6 +141,10 @@ def test_a_store_that_is_not_there_is_lost() -> None:
     exchange.connect(5)
     del served
 
+    begin_s = time.monotonic()
+    with pytest.raises(OSError, match="refused"):
+        exchange.store_for_group("round 1")
+    assert time.monotonic() - begin_s < 2
     with pytest.raises(StoreLost, match=f"the job's store at 127.0.0.1:{place.port}, which rank 0 serves, is lost"):
         exchange.gather("round 1", {}, 5)
     with pytest.raises(StoreLost):

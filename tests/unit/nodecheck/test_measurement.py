@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +33,24 @@ def test_two_ranks_measure_both_parts() -> None:
         found = [call.result(30) for call in calls]
 
     assert all(times.matmul_s > 0 and times.allreduce_s > 0 for times in found)
+
+
+def test_the_wait_for_a_slow_rank_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3 takes a second for its matmul here. The all-reduce of both begins only then."""
+    done = measurement._done
+
+    def late(data: Any, left_s: Any) -> None:
+        done(data, left_s)
+        if left_s.__self__.doing == "matmul" and left_s.__self__._rank == 3:
+            time.sleep(0.5)
+
+    monkeypatch.setattr(measurement, "_done", late)
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        slow, fast = (call.result(30) for call in [pool.submit(one(store, rank, (3, 8)).run) for rank in (3, 8)])
+
+    assert slow.matmul_s > 0.9
+    assert fast.matmul_s + fast.allreduce_s + slow.allreduce_s < 0.5
 
 
 def test_a_rank_alone_measures_the_matmul() -> None:
