@@ -168,24 +168,26 @@ class Check:
         (group,) = [group for group in groups if any(rank in self._nodes[node].ranks for node in group)]
         ranks = sorted(rank for node in group for rank in self._nodes[node].ranks)
         end_s = time.monotonic() + options.timeout_s + _END_S
+        self._waiter.begin_round()
         report: dict[str, object] = {"failed": "the others were through with this round before this rank began it"}
         if not self._exchange.has_minutes(topic):
             log("node_round", round=number, meets=named([other for other in ranks if other != rank]))
-            report = self._measured(topic, ranks)
+            report = self._measured(topic, ranks, end_s - _END_S)
         # All ranks begin a round at about the same moment, so a rank that is in time has reported by then.
         reports = self._exchange.gather(topic, report, end_s - time.monotonic())
         return _Round(groups, reports, decision.outcomes(groups, self._by_node(reports)))
 
-    def _measured(self, topic: str, ranks: Sequence[int]) -> dict[str, object]:
+    def _measured(self, topic: str, ranks: Sequence[int], end_s: float) -> dict[str, object]:
         """The report of this rank."""
         options, rank, exchange = self._options, self._place.rank, self._exchange
         name = f"{topic} of {named(ranks)}"
         measurement = Measurement(
-            lambda: exchange.store_for_group(name), rank, ranks, repeat=options.repeat, timeout_s=options.timeout_s
+            lambda: exchange.store_for_group(name), rank, ranks, repeat=options.repeat, end_s=end_s
         )
         try:
-            # A rank that stood still for so long has missed this round, and may be in time for the next one.
-            times = self._waiter.within(options.timeout_s + _END_S, name, measurement.run, is_by_clock=True)
+            # By the clock: a rank that stood still has missed this round, and may be in time for the next one.
+            left_s = _END_S + max(0.0, end_s - time.monotonic())
+            times = self._waiter.within(left_s, name, measurement.run, is_by_clock=True)
         except Failed as error:
             return {"failed": str(error)}
         except StillRunning:
@@ -235,7 +237,7 @@ class Check:
 
     def _by_itself(self, error: Exception) -> Verdict:
         """The verdict of a rank that has lost the others."""
-        place, stood_still_s = self._place, self._waiter.stood_still_s
+        place, stood_still_s = self._place, self._waiter.longest_s
         lost = Node((place.rank,), container.pod_name())
         if isinstance(error, StoodStill) or stood_still_s > min(ANSWER_S, self._options.timeout_s):
             return self._verdict([Finding(lost, f"it stood still for {stood_still_s:.1f} s")], [])
@@ -247,7 +249,7 @@ class Check:
     def _alone(self) -> Verdict:
         """One rank has nobody to be compared with: its matmul works, or it does not."""
         self._nodes = [Node((0,), container.pod_name())]
-        report = self._measured("round 1", [0])
+        report = self._measured("round 1", [0], time.monotonic() + self._options.timeout_s)
         verdict = self._verdict([], [])
         if "failed" in report:
             verdict = self._verdict([Finding(self._nodes[0], str(report["failed"]))], [])

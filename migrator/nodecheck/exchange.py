@@ -146,15 +146,22 @@ class Exchange:
         raise NotInTime("rank 0 did not begin the check with this rank in time")
 
     def gather(self, topic: str, report: Mapping[str, Any], timeout_s: float) -> Reports:
-        """The minutes of this topic: the reports of all ranks that have reported in time, the same on all ranks."""
+        """The minutes of this topic: the reports of all ranks that have reported in time, the same on all ranks.
+
+        `StoodStill`: this rank has missed the others, or they have missed the store that it serves.
+        """
         end_s = time.monotonic() + timeout_s
         keys = {rank: f"{self._name}/{topic}/{rank}" for rank in range(self._place.size)}
         self._set(keys[self._place.rank], report)
         count = self._ask("count the reports", lambda: self._store.add(f"{self._name}/{topic}/count", 1))
-        if count < self._place.size and self._wait_for([self._minutes(topic)], end_s):
+        has_all = count == self._place.size
+        has_minutes = not has_all and self._wait_for([self._minutes(topic)], end_s)
+        stood_still_s = self._waiter.stood_still_s
+        is_host = self._place.rank == 0 and self._place.server != AGENT
+        if stood_still_s > self._answer_s and (is_host or not (has_all or has_minutes)):
+            raise StoodStill(f"it stood still for {stood_still_s:.1f} s")
+        if has_minutes:
             return _by_rank(self._get(self._minutes(topic)))
-        if self._waiter.stood_still_s > self._answer_s and not self.has_minutes(topic):
-            raise StoodStill(f"it stood still for {self._waiter.stood_still_s:.1f} s")
         found = json.dumps(self._those_there(keys))
         # The first one counts, also if another rank has seen more or fewer reports.
         return _by_rank(

@@ -33,7 +33,13 @@ class Waiter:
         self.has_abandoned = False
         """A call was abandoned: this process has to end hard."""
         self.stood_still_s = 0.0
-        """The longest time, in seconds, for which this process did not run."""
+        """The longest time, in seconds, for which this process did not run, since `begin_round()`."""
+        self.longest_s = 0.0
+        """The same since the beginning."""
+
+    def begin_round(self) -> None:
+        """From now on it counts anew how long this process stands still."""
+        self.stood_still_s = 0.0
 
     def within(self, timeout_s: float, what: str, call: Callable[[], Value], *, is_by_clock: bool = False) -> Value:
         """The result of the call, or its exception; `StillRunning` if it does not end in time.
@@ -51,7 +57,7 @@ class Waiter:
             except queue.Empty:
                 counted_s += time.monotonic() - begin_s if is_by_clock else look_s
             finally:
-                self.stood_still_s = max(self.stood_still_s, time.monotonic() - begin_s - look_s)
+                self._note(time.monotonic() - begin_s - look_s)
             if counted_s >= timeout_s:
                 self.has_abandoned = True
                 raise StillRunning(f"{what}: no end within {timeout_s:.1f} s")
@@ -60,7 +66,11 @@ class Waiter:
         """Sleep, and notice if it took far longer."""
         begin_s = time.monotonic()
         time.sleep(seconds)
-        self.stood_still_s = max(self.stood_still_s, time.monotonic() - begin_s - seconds)
+        self._note(time.monotonic() - begin_s - seconds)
+
+    def _note(self, stood_still_s: float) -> None:
+        self.stood_still_s = max(self.stood_still_s, stood_still_s)
+        self.longest_s = max(self.longest_s, stood_still_s)
 
 
 class _Call(Generic[Value]):

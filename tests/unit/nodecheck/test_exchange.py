@@ -110,10 +110,30 @@ def test_a_rank_that_stood_still_does_not_judge_the_others(store: TCPStore, pool
     """It finds no reports because the others have given it up, and not because they are dead."""
     made = exchanges(store)
     meet(pool, made, "a")
+    made[1]._waiter.stood_still_s = 60.0
+
+    with pytest.raises(StoodStill, match="it stood still for 60"):
+        made[1].gather("round 1", {"n": 1}, 0.1)
+    for rank in (0, 2):
+        pool.submit(made[rank].gather, "round 2", {"n": rank}, 20.0)
+    store.wait([f"{made[0]._name}/round 2/{rank}" for rank in (0, 2)])
+    assert made[1].gather("round 2", {"n": 1}, 20.0).keys() == {0, 1, 2}  # nobody was missed
+
+
+def test_the_host_of_the_store_that_stood_still_does_not_judge_either(
+    store: TCPStore, pool: ThreadPoolExecutor
+) -> None:
+    """The reports of the others were on their way, and arrive now. Those who sent them have given up the store."""
+    made = exchanges(store)
+    meet(pool, made, "a")
+    others = [pool.submit(made[rank].gather, "round 1", {"n": rank}, 20.0) for rank in (1, 2)]
+    store.wait([f"{made[0]._name}/round 1/{rank}" for rank in (1, 2)])
     made[0]._waiter.stood_still_s = 60.0
 
     with pytest.raises(StoodStill, match="it stood still for 60"):
-        made[0].gather("round 1", {"n": 0}, 0.1)
+        made[0].gather("round 1", {"n": 0}, 20.0)
+    store.set(made[0]._minutes("round 1"), "{}")  # so that the others need not wait
+    assert [other.result(5) for other in others] == [{}] * 2
 
 
 def test_a_rank_leaves_when_the_server_of_the_check_has_ended(pool: ThreadPoolExecutor) -> None:
