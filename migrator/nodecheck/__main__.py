@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from migrator import settings
-from migrator.errors import SettingsError
+from migrator.errors import RanksError, SettingsError
 from migrator.nodecheck import check
 from migrator.nodecheck.check import Options
 from migrator.nodecheck.exchange import AGENT, Place
 from migrator.nodecheck.script import end_hard
+from migrator.notice import termination_message
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FIRST_FD = 3
@@ -47,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Process 1 of a container ignores a SIGTERM for which it has no handler.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(settings.exit_code(os.environ)))
     before = _descriptors()
-    verdict = check.run(place, options)
+    try:
+        verdict = check.run(place, options)
+    except RanksError as error:
+        termination_message.write(f"migrator: RanksError: {error}", settings.places(os.environ).termination_log)
+        print(f"migrator.nodecheck: {error}", file=sys.stderr)
+        return 1
     code = check.prepare_end(verdict) if verdict.replaced else 0
     if command and not verdict.replaced:
         _become(command, _descriptors() - before)

@@ -9,9 +9,8 @@ The rules count only what a node can be blamed for. If one node of a group is si
 number leaves one node alone in each round. Alone it can pass, but that does not show
 that its network works.
 
-The price: two nodes at fault that meet two others each in an unlucky way can get a good
-node blamed, or each other excused. Of two nodes that fail together nobody can say which
-one it is, so both are blamed.
+The price: with several broken nodes a good one that meets a broken one in both rounds is
+blamed. Of two nodes that fail together nobody can say which one it is, so both are blamed.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
+from migrator.errors import RanksError
 from migrator.nodecheck.waiting import StillRunning, Waiter
 
 Value = TypeVar("Value")
@@ -76,7 +77,7 @@ class Place:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"{self.host}:{self.port}" if self.host else "none"
 
 
 class Exchange:
@@ -94,7 +95,14 @@ class Exchange:
         """Connect to the store; on the rank that serves it, start it."""
         place = self._place
         if place.serves:
-            self._server = self._ask("start the store", lambda: self._new(timeout_s, is_master=True), timeout_s)
+            try:
+                self._server = self._ask("start the store", lambda: self._new(timeout_s, is_master=True), timeout_s)
+            except StoreLost as error:
+                # Mostly a wrong setting, and not a node that has to be replaced.
+                raise RanksError(
+                    f"rank 0 cannot serve the store of the node check at port {place.port} ({error}). MASTER_ADDR has "
+                    "to be the address of rank 0, and no other process may use MASTER_PORT there."
+                ) from error
         self._store = self._ask("connect to the store", lambda: self._new(timeout_s), timeout_s)
 
     def store_for_group(self, group: str) -> Any:

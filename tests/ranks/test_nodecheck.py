@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -217,6 +218,20 @@ def test_a_command_that_is_not_there_is_an_error(job: Job) -> None:
     assert "the nodes are good, but no-such-program cannot be run: No such file or directory" in run.text
 
 
+def test_a_port_that_is_taken_is_no_fault_of_the_node(job: Job) -> None:
+    """A new pod would not help: the error says what to set, and the exit code is final."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        address = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        run = job.use(SCRIPT).run(env={**messages(job)[0], **address})
+        assert run.wait() == 1, run.text
+
+    assert f"migrator.nodecheck: rank 0 cannot serve the store of the node check at port {port}" in run.text
+    assert message(job, 0).startswith(
+        f"migrator: RanksError: rank 0 cannot serve the store of the node check at port {port}"
+    )
+
+
 # A slow one.
 
 
@@ -358,7 +373,7 @@ def test_a_node_that_reaches_no_other_is_named_and_not_those_it_met(job: Job) ->
 def test_sigterm_ends_the_check(job: Job) -> None:
     """With the code that asks for another start, although process 1 of a container ignores SIGTERM by default."""
     gang = command(job, "--arrive=60", each={3: {"WORLD_SIZE": "1"}})
-    gang.wait_for("node_check", [1])
+    gang.wait_for("node_check", [0, 1, 2])
 
     gang.kill(signal.SIGTERM, [0, 1, 2])
 

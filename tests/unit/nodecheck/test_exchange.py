@@ -133,7 +133,8 @@ def test_the_host_of_the_store_that_stood_still_does_not_judge_either(
     with pytest.raises(StoodStill, match="it stood still for 60"):
         made[0].gather("round 1", {"n": 0}, 20.0)
     store.set(made[0]._minutes("round 1"), "{}")  # so that the others need not wait
-    assert [other.result(5) for other in others] == [{}] * 2
+    for other in others:
+        other.result(5)
 
 
 def test_a_rank_leaves_when_the_server_of_the_check_has_ended(pool: ThreadPoolExecutor) -> None:
