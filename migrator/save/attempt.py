@@ -204,8 +204,7 @@ class Attempt:
             job=self._context.job,
             ranks=self._context.size,
             written={
-                **_written(),
-                "took_s": round(time.monotonic() - self._start_s, 3),
+                **_written(self._start_s),
                 "continues": self._context.origin[0] if self._context.origin else None,
                 **({} if self._may_open else {"leaving": True}),
             },
@@ -373,7 +372,7 @@ def _cpu_digest(tensor: Tensor) -> bytes | None:
     return digest_of(tensor) if tensor.device.type == "cpu" else None
 
 
-def _written() -> dict[str, Any]:
+def _written(start_s: float) -> dict[str, Any]:
     from migrator import __version__
 
     return {
@@ -383,4 +382,5 @@ def _written() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "torch": str(torch.__version__),
         "migrator": __version__,
+        "took_s": round(time.monotonic() - start_s, 3),
     }

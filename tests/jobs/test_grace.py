@@ -193,7 +193,13 @@ def test_a_command_that_is_interrupted_leaves_nothing(job: Job) -> None:
     base = {k: v for k, v in os.environ.items() if not k.startswith(("MIGRAT", "KUBERNETES"))}
     command = [sys.executable, "-m", "migrator.grace", "--ckpt", str(job.root), str(job.script)]
     env = {**base, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs the tests in the background has SIGINT ignored, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         assert process.stderr is not None
         assert process.stderr.readline() == "begun\n"
         process.send_signal(signal.SIGINT)

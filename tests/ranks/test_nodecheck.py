@@ -235,6 +235,7 @@ def test_a_port_that_is_taken_is_no_fault_of_the_node(job: Job) -> None:
 # A slow one.
 
 
+@pytest.mark.long  # its times are those of a machine that does little else
 @pytest.mark.parametrize("excluded", [False, True], ids=["reported", "excluded"])
 def test_a_slow_node_is_named(job: Job, excluded: bool) -> None:
     """By all ranks. The training goes on, unless it was excluded: then it ends like one at fault."""

@@ -938,7 +938,7 @@ def quick() -> Iterator[None]:
         instead_of_os(),
         patch("migrator.ckpt.tensor_file._in_threads", _at_once),
         patch("migrator.ranks.shares.SHARE_BYTES", 1),
-        patch("migrator.save.attempt._written", dict),
+        patch("migrator.save.attempt._written", lambda start_s: {}),
         patch("migrator.session.restore_plan._check_random", lambda name, states: None),
         patch("migrator.state.random_state.derived", lambda state, rank: state),
         patch("migrator.storage.object_storage.time", Time),

@@ -76,6 +76,10 @@ NOT_REACHED: dict[str, str] = {
     "store_found": "it takes a network that breaks: ranks/test_broken_connections.py",
     "save_too_long": "a line behind a save that went well: ranks/test_shutdown_timeout.py",
     "grace_too_short": "a line of a start that goes on as any other: jobs/test_grace.py",
+    **dict.fromkeys(
+        ("node_check", "node_round", "node_times", "node_slow", "node_fault", "nodes_good"),
+        "a line of the check before the training, which touches no volume: ranks/test_nodecheck.py",
+    ),
     "saves_slow_training": "a line behind saves that went well: unit/save/test_cost.py",
     **dict.fromkeys(
         ("comm_hook_not_saved", "comm_hook_waits"),

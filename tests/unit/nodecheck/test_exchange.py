@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from migrator.nodecheck.exchange import Exchange, NotInTime, Place, StoodStill, StoreLost
 from migrator.nodecheck.waiting import Waiter
-from migrator.testing.controllers import free_port
+from migrator.testing.gangs import free_port
 
 SIZE = 3
 ARRIVE_S = 20.0
